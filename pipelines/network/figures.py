@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from extract.analysis.network.ablation import Ablation, Effect
 from extract.analysis.network.activation_statistics import Statistics
-from extract.analysis.network.findings import TensorReport
+from extract.analysis.network.reports import TensorReport
 from extract.analysis.network.inspection import Inspection
 from pipelines.terminal.figures import COLOURS, drawable, new_figure, save_figure
 

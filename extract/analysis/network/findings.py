@@ -1,4 +1,4 @@
-"""Reports of inputs, tensors and parameters, and findings in them: the layers at fault, without the consequences.
+"""Findings in the reports of an inspection: the layers at fault, without the consequences.
 
 A fault in one layer shows in many: channels fed by a dead channel are often dead too, all values after a NaN are NaN,
 and no gradient reaches the layers before a saturated layer. `CAUSES` lists the causes, each a function of the recorded
@@ -10,28 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from extract.analysis.network.activation_statistics import Statistics, summarise
+from extract.analysis.network import loss_findings as losses
+from extract.analysis.network import weight_findings as weights
+from extract.analysis.network.reports import Evidence, Finding, ParameterReport, TensorReport
 
-__all__ = [
-    "CAUSES", "AttentionReport", "Evidence", "Finding", "InputReport", "ParameterReport", "RunningStatistics",
-    "TensorReport", "findings_of", "layer_table",
-]  # fmt: skip
-
-_SHOWN_LAYERS = 3  # names of further layers in the text of a finding
-_ONE_HOT = 0.99  # weight of an attention on one token
-_EQUAL = 1e-3  # inputs that differ by less than this part of the largest value are equal
+__all__ = ["CAUSES", "findings_of", "first_misfit"]
 
 # Inputs normalised by mean and standard deviation have negative values, and a root mean square of about 1.
 _NORMALISED_RMS = (0.3, 3.0)
 _PIXELS = (100.0, 255.5)  # range of the largest value of 8-bit pixels that are not scaled
+_CENTRED_PIXELS = 20.0  # less than the root mean square of 8-bit pixels after their mean was subtracted
+_ONE = (0.75, 1.33)  # standard deviation of normalised inputs
 _GROWTH_BEFORE = 100.0  # of outputs by inputs; that of layers with usual weights is about 1
 # Branches may have small gradients by design (LayerScale of ConvNeXt: 1e-10 of the others), so that gradients vanish
 # only if those of all earlier tensors are small. Gradients of the first layers are 0.0002 to 8 times those of the last
@@ -56,6 +49,11 @@ _ABOVE_OTHERS = 100.0
 # and pixels of 0 to 255 give 78 to 125. Later ones also depend on what is seen.
 _FIRST_MISFIT = 3.0
 _LATER_MISFIT = 10.0
+# A standard deviation that is wrong by nearly the same factor in all channels comes from a scale, not from other
+# images: on images like those of training, the standard deviation of the logarithm is 0.03 to 0.09, on others 0.1 to 1.
+_SPREAD = 0.08
+_FACTOR = 1.6
+_FITS = 1.25  # of all batch normalisations before it
 _SHIFT = 2.0  # distance of their mean to the running mean, in running standard deviations
 _IMAGES_FOR_MISFIT = 20  # the values of few images vary less
 _LAYERS_BACK = 8  # where the input of a layer is looked for
@@ -66,246 +64,6 @@ _ONE_HOT_QUERIES = 0.9
 _UNIFORM = 1e-3
 # Below 100 units in the last place of float32 (6e-8), differences between inputs are rounding errors.
 _LOST = 1e-5
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A problem, at the layer where it starts.
-
-    Attributes:
-        kind: "not finite", "equal inputs", "input scale", "training mode", "random", "running statistics", "exploding",
-            "saturated attention", "uniform attention", "saturated", "zero weight", "dead", "vanishing",
-            "probabilities", "vanishing gradients", "exploding gradients", "frozen" or "no gradient".
-        layer: layer where the problem starts; "input" if it is outside the network.
-        text: description of the problem.
-        grave: whether the network is unlikely to work; otherwise the finding is for information.
-        layers: further layers that have the same problem or are affected by it, in the order of computation.
-    """
-
-    kind: str
-    layer: str
-    text: str
-    grave: bool = True
-    layers: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        more = len(self.layers) - _SHOWN_LAYERS
-        names = ", ".join(self.layers[:_SHOWN_LAYERS]) + (f" and {more:,} more" if more > 0 else "")
-        return f"{self.layer}: {self.text}" + (f" ({names})" if names else "")
-
-
-@dataclass
-class InputReport:
-    """Values of the model's input.
-
-    Attributes:
-        count: number of images.
-        shape: shape of one image.
-        broken: positions of images with values that are not finite.
-        values: statistics of all values; of whole numbers other than uint8 pixels, such as tokens, there are none.
-    """
-
-    count: int = 0
-    shape: tuple[int, ...] = ()
-    broken: list[int] = field(default_factory=list)
-    values: Statistics = field(default_factory=Statistics)
-    _first: Tensor | None = None
-    _differ: bool = False
-
-    def add(self, inputs: Tensor) -> None:
-        """Add a batch (B, ...)."""
-        first_image, self.shape = self.count, tuple(inputs.shape[1:])
-        self.count += len(inputs)
-        inputs = inputs.float() if inputs.dtype == torch.uint8 else inputs
-        if not inputs.is_floating_point():
-            self._differ = True
-            return
-        summary = summarise(inputs.reshape(len(inputs), -1), [1])
-        self.values.add(summary)
-        self.broken += (first_image + (summary["nan"] + summary["infinite"]).nonzero().flatten()).tolist()
-        if self._first is None:
-            self._first = inputs[:1].detach().clone()
-        if not self._differ and not self.broken and self._first.shape[1:] == self.shape:
-            limit = _EQUAL * max(abs(self.values.min), abs(self.values.max))
-            self._differ = float((inputs.detach() - self._first).abs().max()) > limit
-        else:
-            self._differ = True
-
-    @property
-    def equal(self) -> bool:
-        """Whether there are several images, all equal up to rounding."""
-        return self.count > 1 and not self._differ
-
-
-@dataclass(frozen=True)
-class RunningStatistics:
-    """What the inputs of a batch normalisation were in training.
-
-    Attributes:
-        mean: (C,) running mean.
-        std: (C,) square root of the running variance, with the constant that avoids division by zero.
-        zero: share of the channels whose running variance is zero.
-        initial: whether no batch has changed the running statistics.
-    """
-
-    mean: NDArray[np.float64]
-    std: NDArray[np.float64]
-    zero: float
-    initial: bool
-
-    @classmethod
-    def of(cls, module: nn.Module) -> RunningStatistics | None:
-        """Return the statistics of a batch normalisation; None for other layers, and without running statistics."""
-        if not isinstance(module, _BatchNorm) or module.running_var is None or module.running_mean is None:
-            return None
-        mean, variance = (values.double().cpu().numpy() for values in (module.running_mean, module.running_var))
-        initial = bool((mean == 0).all() and (variance == 1).all())
-        with np.errstate(invalid="ignore"):
-            return cls(mean, np.sqrt(variance + module.eps), float((variance == 0).mean()), initial)
-
-
-@dataclass
-class TensorReport:
-    """Inspection results for one output tensor of a layer.
-
-    Attributes:
-        name: text form of the tensor's site.
-        layer: name of the layer.
-        type: class name of the module.
-        leaf: whether the layer contains no other inspected layer.
-        by_image: whether the rows were proved to be the images; otherwise each batch counts as one image.
-        shape: shape of one image's activation, or of the whole batch's if not `by_image`.
-        activations: statistics of the tensor.
-        input_rms: root mean square of the layer's input; NaN without finite floating-point values.
-        gradients: statistics of the loss gradient with respect to the tensor; None if not requested or not computed.
-        bounded: whether the layer is a function with known bounds, such as a sigmoid.
-        zero_weight: whether the layer's weight is zero, as in some layers before training.
-        running: running statistics, if the layer is a batch normalisation.
-    """
-
-    name: str
-    layer: str
-    type: str
-    leaf: bool
-    by_image: bool
-    shape: tuple[int, ...]
-    activations: Statistics = field(default_factory=Statistics)
-    input_rms: float = math.nan
-    gradients: Statistics | None = None
-    bounded: bool = False
-    zero_weight: bool = False
-    running: RunningStatistics | None = None
-
-    @property
-    def variation(self) -> float:
-        """Standard deviation within channels divided by the root mean square: how much the tensor depends on inputs."""
-        numbers = self.activations
-        if not numbers.total or not numbers.rms:
-            return 0.0 if numbers.total else math.nan
-        return math.sqrt(float(numbers.m2.sum()) / numbers.total) / numbers.rms
-
-    @property
-    def norm_ratio(self) -> float:
-        """Root mean square of the output divided by that of the input."""
-        return self.activations.rms / self.input_rms if self.input_rms else math.nan
-
-    @property
-    def gradient_norm(self) -> float:
-        """L2 norm of an image's gradient, as root mean square over images."""
-        if self.gradients is None or not self.gradients.images:
-            return math.nan
-        return self.gradients.rms * math.sqrt(self.gradients.total / self.gradients.images)
-
-
-@dataclass
-class ParameterReport:
-    """Inspection results for one parameter.
-
-    Attributes:
-        name: full name, including the layer.
-        layer: name of the layer that owns the parameter.
-        norm: L2 norm.
-        trainable: whether the parameter requires gradients.
-        reached: whether the loss depends on the parameter.
-        gradient_norm: L2 norm of the gradient of a batch's loss, as root mean square over the batches with finite
-            gradients.
-    """
-
-    name: str
-    layer: str
-    norm: float
-    trainable: bool
-    reached: bool = False
-    gradient_norm: float = math.nan
-
-    @property
-    def gradient_to_weight(self) -> float:
-        """Gradient norm divided by the parameter norm."""
-        return self.gradient_norm / self.norm if self.norm else math.nan
-
-
-@dataclass(frozen=True)
-class AttentionReport:
-    """Attention weights of one layer, over all heads and queries of some images.
-
-    Attributes:
-        layer: layer that computes the attention.
-        keys: number of tokens that a query may attend to.
-        largest: mean over queries of the largest weight, from 1 / keys to 1.
-        one_hot: share of the queries with nearly all weight on one token.
-        deviation: largest deviation of a weight from 1 / keys, times the number of keys.
-    """
-
-    layer: str
-    keys: int
-    largest: float
-    one_hot: float
-    deviation: float
-
-    @classmethod
-    def of(cls, layer: str, weights: Tensor) -> AttentionReport:
-        """Summarise weights (B, heads, T, S)."""
-        keys, largest = weights.shape[-1], weights.amax(-1)
-        return cls(layer, keys, float(largest.mean()), float((largest > _ONE_HOT).float().mean()),
-                   float((weights * keys - 1).abs().max()))  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """All that findings are made from.
-
-    Attributes:
-        tensors: in the order of computation.
-        parameters: parameters with their gradients; empty without a loss.
-        inputs: values of the model's input.
-        attentions: attention layers, in the order of computation.
-        never_ran: requested layers that did not run.
-        name_of: function that returns the name of the image at a position.
-        in_training: layers in training mode although the model is in eval mode.
-        random: first tensor that differs in two forwards of the same inputs; empty if none does.
-        loss_takes_probabilities: whether the loss is the cross-entropy of outputs that are probabilities already.
-    """
-
-    tensors: Sequence[TensorReport]
-    parameters: Sequence[ParameterReport] = ()
-    inputs: InputReport = field(default_factory=InputReport)
-    attentions: Sequence[AttentionReport] = ()
-    never_ran: Sequence[str] = ()
-    name_of: Callable[[int], str] = lambda position: f"image {position}"
-    in_training: Sequence[str] = ()
-    random: str = ""
-    loss_takes_probabilities: bool = False
-
-
-def findings_of(evidence: Evidence) -> list[Finding]:
-    """Return the problems of a network: grave findings first, each group in the order of `CAUSES`."""
-    findings: list[Finding] = []
-    explained: set[str] = set()
-    for find in CAUSES:
-        new = find(evidence, explained)
-        explained |= {layer for finding in new for layer in (finding.layer, *finding.layers)}
-        findings += new
-    return sorted(findings, key=lambda finding: not finding.grave)
 
 
 def broken_inputs(evidence: Evidence, explained: set[str]) -> list[Finding]:
@@ -344,11 +102,17 @@ def input_scale(evidence: Evidence, explained: set[str]) -> list[Finding]:
     looks_like = ": they look like pixels that were not normalised" if values.min >= 0 else ""
     if all(tensor.running is None for tensor in tensors):
         pixels = values.min >= 0 and _PIXELS[0] < values.max <= _PIXELS[1]
+        centred = values.rms > _CENTRED_PIXELS and -_PIXELS[1] <= values.min and values.max <= _PIXELS[1]
+        too_large = values.min < 0 and values.rms > _NORMALISED_RMS[1] and not centred
         text = f"{now}{looks_like}; networks are usually trained on inputs of mean 0 and standard deviation 1"
-        are_raw_pixels = pixels and tensors[0].type.startswith("Conv")
-        return [Finding("input scale", "input", text, layers=affected)] if are_raw_pixels else []
+        if tensors[0].type.startswith("Conv") and (pixels or too_large):
+            return [Finding("input scale", "input", text, layers=affected)]
+        return []
     misfit = first_misfit(tensors)
-    if misfit is None or misfit.variance_is_zero or misfit.position != misfit.first_position or normalised:
+    if misfit is None or misfit.variance_is_zero or misfit.position != misfit.first_position:
+        return []
+    scaled = misfit.uniform and _ONE[0] < values.std / misfit.ratio < _ONE[1] and not _ONE[0] < values.std < _ONE[1]
+    if normalised and not scaled:
         return []
     if not misfit.varies_otherwise:
         return []  # `distortions` names its mean
@@ -412,6 +176,7 @@ class Misfit:
         ratio: standard deviation of its inputs divided by that of training, as median over channels.
         shift: distance of their mean to that of training, in standard deviations of training, as median over channels.
         variance_is_zero: whether the running variance of most channels is zero.
+        uniform: whether the ratio is nearly the same in all channels, and those before have fitted.
     """
 
     position: int
@@ -419,17 +184,20 @@ class Misfit:
     ratio: float
     shift: float
     variance_is_zero: bool
+    uniform: bool
 
     @property
     def varies_otherwise(self) -> bool:
         """Whether the standard deviation is not that of training."""
         limit = _FIRST_MISFIT if self.position == self.first_position else _LATER_MISFIT
+        limit = _FACTOR if self.uniform else limit
         return self.variance_is_zero or not 1 / limit <= self.ratio <= limit
 
 
 def first_misfit(tensors: Sequence[TensorReport]) -> Misfit | None:
     """Return the first batch normalisation whose inputs do not have the running statistics, so unlike in training."""
     first: int | None = None
+    fit = True
     for position, tensor in enumerate(tensors):
         running = tensor.running
         if running is None or running.initial or tensor.activations.images < _IMAGES_FOR_MISFIT:
@@ -445,7 +213,9 @@ def first_misfit(tensors: Sequence[TensorReport]) -> Misfit | None:
             continue
         first = position if first is None else first
         ratio, shift = float(np.median(ratios[alive])), float(np.median(shifts[alive]))
-        misfit = Misfit(position, first, ratio, shift, running.zero > 0.5)
+        uniform = fit and float(np.std(np.log(ratios[alive]))) < _SPREAD
+        misfit = Misfit(position, first, ratio, shift, running.zero > 0.5, uniform)
+        fit = fit and 1 / _FITS < ratio < _FITS
         if misfit.varies_otherwise or shift > _SHIFT:
             return misfit
     return None
@@ -471,6 +241,8 @@ def distortions(evidence: Evidence, explained: set[str]) -> list[Finding]:
     misfit = first_misfit(tensors)
     if misfit is None or tensors[misfit.position].name in explained:
         return explosions
+    if misfit.ratio < 1 and any(other.zero_weight for other in tensors[: misfit.position]):
+        return explosions  # a signal is missing there
     tensor = tensors[misfit.position]
     before = {other.name for other in tensors[: misfit.position]}
     earlier = [finding for finding in explosions if finding.layer in before]
@@ -566,15 +338,18 @@ def saturated_units(evidence: Evidence, explained: set[str]) -> list[Finding]:
 
 
 def zero_weights(evidence: Evidence, explained: set[str]) -> list[Finding]:
-    """Find layers whose weight is zero. Many networks start with some; it is grave if it cuts the network."""
+    """Find layers whose weight is zero. Many networks start with some; it is grave if others lose the signal by it."""
     findings: list[Finding] = []
+    dead = {dead.tensor.name for dead in _dead(evidence.tensors) if dead.grave}
     for position, tensor in enumerate(evidence.tensors):
         if not tensor.zero_weight or tensor.name in explained:
             continue
         text, behind = "its weight is zero: no signal passes", evidence.tensors[position + 1 :]
         if behind and all(_is_lost(other) for other in behind):
             return [*findings, Finding("zero weight", tensor.name, text, layers=tuple(each.name for each in behind))]
-        findings.append(Finding("zero weight", tensor.name, f"{text}; usual before training", grave=False))
+        grave = any(other.name in dead for other in behind)
+        text = text if grave else f"{text}; usual before training"
+        findings.append(Finding("zero weight", tensor.name, text, grave))
     return findings
 
 
@@ -686,7 +461,7 @@ def vanishing_gradients(evidence: Evidence, explained: set[str]) -> list[Finding
     if broken:
         return [Finding("not finite", broken[-1].name, "the gradient of its output has values that are not finite")]
     # With initial running statistics, a batch normalisation does not normalise, as it will in training.
-    if not reached or any(tensor.running is not None and tensor.running.initial for tensor in evidence.tensors):
+    if not reached or evidence.untrained:
         return []
     norms = np.array([tensor.gradient_norm for tensor in reached])
     if not norms.any():
@@ -725,14 +500,6 @@ def exploding_gradients(evidence: Evidence, explained: set[str]) -> list[Finding
     return [Finding("exploding gradients", tensor.name, text, layers=names)]
 
 
-def probabilities(evidence: Evidence, explained: set[str]) -> list[Finding]:
-    """Find that the loss takes the softmax of outputs that are probabilities already."""
-    if not evidence.loss_takes_probabilities:
-        return []
-    text = "the outputs are probabilities, and cross-entropy takes their softmax again: leave out the model's softmax"
-    return [Finding("probabilities", evidence.tensors[-1].name, text)]
-
-
 def frozen_layers(evidence: Evidence, explained: set[str]) -> list[Finding]:
     """Find parameters that do not require gradients while others do."""
     frozen = [parameter for parameter in evidence.parameters if not parameter.trainable]
@@ -759,7 +526,7 @@ def _by_layer(kind: str, parameters: Sequence[ParameterReport], text: str) -> li
 
 
 # Each returns its findings, given the names of the layers that earlier findings explain. Without causes, 31 ReLUs with
-# the default initialisation gave 37 findings. `python -m tests.extract.analysis.network.planted_faults` plants 79
+# the default initialisation gave 37 findings. `python -m tests.extract.analysis.network.planted_faults` plants 115
 # faults and inspects 17 healthy networks: all faults are named first at their layer, and no finding is false.
 CAUSES: tuple[Callable[[Evidence, set[str]], list[Finding]], ...] = (
     broken_inputs,
@@ -771,28 +538,30 @@ CAUSES: tuple[Callable[[Evidence, set[str]], list[Finding]], ...] = (
     unusable_attention,
     saturated_units,
     zero_weights,
+    weights.equal_filters,
     dead_channels,
-    probabilities,
+    losses.probabilities,
+    losses.unused_targets,
     vanishing_gradients,
     exploding_gradients,
+    losses.tiny_gradients,
     vanishing_signal,
+    losses.wrong_labels,
     wrong_modes,  # explains nothing else: the inspection runs in eval mode
+    weights.zero_parameters,
+    weights.few_values,
+    weights.faint_normalisations,
     frozen_layers,
     layers_without_gradient,
 )
 
 
-def layer_table(tensors: Sequence[TensorReport]) -> list[list[str]]:
-    """Return the table of layers as text: the heads, then a row for each tensor. The first three columns are words."""
-    with_gradients = any(report.gradients is not None for report in tensors)
-    head = ["layer", "type", "shape", "mean", "std", "min", "median", "max", "zeros", "dead", "out/in"]
-    rows = [head + (["grad norm"] if with_gradients else [])]
-    for report in tensors:
-        shape, numbers = "x".join(map(str, report.shape)), report.activations
-        values = (numbers.mean, numbers.std, numbers.min, numbers.quantile(0.5), numbers.max)
-        row = [report.name, report.type, shape, *(f"{value:.3g}" for value in values), f"{numbers.zeros:.0%}",
-               f"{len(numbers.dead)}/{numbers.channels}" if report.by_image else "-",
-               f"{report.norm_ratio:.2g}" if math.isfinite(report.norm_ratio) else "-"]  # fmt: skip
-        gradient = f"{report.gradient_norm:.2e}" if math.isfinite(report.gradient_norm) else "-"
-        rows.append(row + ([gradient] if with_gradients else []))
-    return rows
+def findings_of(evidence: Evidence) -> list[Finding]:
+    """Return the problems of a network: grave findings first, each group in the order of `CAUSES`."""
+    findings: list[Finding] = []
+    explained: set[str] = set()
+    for find in CAUSES:
+        new = find(evidence, explained)
+        explained |= {layer for finding in new for layer in (finding.layer, *finding.layers)}
+        findings += new
+    return sorted(findings, key=lambda finding: not finding.grave)

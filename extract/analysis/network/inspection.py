@@ -25,18 +25,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from extract.analysis.network.activation_statistics import Statistics, summarise
-from extract.analysis.network.findings import (
+from extract.analysis.network.findings import findings_of
+from extract.analysis.network.plain_modules import pairs_of
+from extract.analysis.network.reports import (
     AttentionReport,
     Evidence,
     Finding,
     InputReport,
     ParameterReport,
+    PredictionReport,
     RunningStatistics,
     TensorReport,
-    findings_of,
+    WeightReport,
     layer_table,
 )
-from extract.analysis.network.plain_modules import pairs_of
 from extract.compute.backbone import Backbone
 from extract.compute.pooling import recognise
 from extract.errors import InputError, LayertapError
@@ -149,8 +151,10 @@ def inspect_model(
         attentions = _attentions(model, first[0])
         inspection = recorder.run(itertools.chain([first], pairs), loss, on_batch)
     evidence = Evidence(
-        inspection.tensors, inspection.parameters, recorder.inputs, attentions, inspection.never_ran, name_of,
-        in_training, recorder.random, recorder.loss_takes_probabilities,
+        inspection.tensors, inspection.parameters, recorder.weights, recorder.inputs, attentions, inspection.never_ran,
+        name_of, in_training, recorder.random, recorder.loss_takes_probabilities,
+        bool(recorder.loss_ignores_targets),
+        recorder.predictions,
     )  # fmt: skip
     inspection.findings = findings_of(evidence)
     return inspection
@@ -219,7 +223,10 @@ class _Recorder:
         # (layer, call) -> sum of squares of the input's finite values, and their number
         self._squares: dict[tuple[str, int], NDArray[np.float64]] = {}
         self.inputs = InputReport()
+        self.weights = [WeightReport.of(name, value) for name, value in _parameters(model, [*names, ""]).items()]
         self.loss_takes_probabilities = False
+        self.loss_ignores_targets: bool | None = None  # judged by the first batch
+        self.predictions: PredictionReport | None = None
         self._with_gradients = with_gradients
 
     def run(
@@ -292,8 +299,17 @@ class _Recorder:
             wanted = [*trainable.values(), *([inputs] if inputs.requires_grad else [])]
             computed = torch.autograd.grad(value.reshape(()), wanted, allow_unused=True)
         gradients = {name: g for name, g in zip(trainable, computed[: len(trainable)], strict=True) if g is not None}
-        self.loss_takes_probabilities = _is_loss_of_probabilities(output, targets, value)
+        self._compare(output, targets, value, loss)
         return float(value.detach()), gradients
+
+    def _compare(self, output: Any, targets: Any, value: Tensor, loss: Loss) -> None:
+        """Compare the model's output with the targets of a batch."""
+        self.loss_takes_probabilities = _is_loss_of_probabilities(output, targets, value)
+        predictions = PredictionReport.of(output, targets)
+        if predictions is not None:
+            self.predictions = predictions if self.predictions is None else self.predictions + predictions
+        if self.loss_ignores_targets is None:
+            self.loss_ignores_targets = _ignores_targets(loss, output, targets)
 
     def _add(self, record: Record, first_image: int) -> None:
         recorded = set(record.sites.values())
@@ -310,6 +326,20 @@ class _Recorder:
             if site.what == "input":
                 total = self._squares.setdefault((site.layer, site.call), np.zeros(2))
                 total += record[site].numpy()
+
+
+def _ignores_targets(loss: Loss, output: Any, targets: Any) -> bool:
+    """Return whether a loss of outputs of this shape is the same if all images have the target of the first one."""
+    if not (isinstance(output, Tensor) and isinstance(targets, Tensor)) or not targets.ndim:
+        return False
+    others = targets[:1].expand_as(targets)
+    # Made-up outputs: those of a network that is not trained may be equal for all images.
+    made_up = torch.rand(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+    try:
+        with torch.no_grad():
+            return not targets.equal(others) and bool((loss(made_up, targets) == loss(made_up, others)).all())
+    except Exception:  # a loss may take only what this model returns
+        return False
 
 
 def _is_loss_of_probabilities(output: Any, targets: Any, value: Tensor) -> bool:

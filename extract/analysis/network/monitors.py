@@ -169,15 +169,14 @@ class _Monitor:
     def _on_record(self, step: int, record: Record) -> None:
         self.rows = [{"step": step, **row} for row in self._rows_of(record)]
         alarms = [Alarm(step, *problem) for problem in self._alarms_of(self.rows)]
-        self._active &= {(alarm.kind, alarm.layer) for alarm in alarms}
-        new = [alarm for alarm in alarms if (alarm.kind, alarm.layer) not in self._active]
         first_of_kind: dict[str, Alarm] = {}
-        for alarm in new:
+        for alarm in alarms:
             first_of_kind.setdefault(alarm.kind, alarm)  # alarms of this kind in later layers follow from it
-            self._active.add((alarm.kind, alarm.layer))
+        new = [alarm for alarm in first_of_kind.values() if (alarm.kind, alarm.layer) not in self._active]
+        self._active = {(alarm.kind, alarm.layer) for alarm in alarms}
         self._write_rows(step, self.rows)
-        self.alarms += first_of_kind.values()
-        for alarm in first_of_kind.values():
+        self.alarms += new
+        for alarm in new:
             self._on_alarm(alarm)
 
     def _exploded(self, name: str, size: float) -> bool:
@@ -345,7 +344,8 @@ class GradientMonitor(_Monitor):
             yield "not updated", layer, text
         usual = f"the rule of thumb is {_USUAL_UPDATE:g}; is the learning rate too"
         repeated = len(self._updates) >= _FAST_LOOKS and min(self._updates[-_FAST_LOOKS:]) > _FAST
-        if repeated or self._updates[-1] > _WILD:
+        persists = ("learning rate", "optimizer") in self._active and self._updates[-1] > _FAST
+        if repeated or persists or self._updates[-1] > _WILD:
             text = f"the median change of a weight in a step is {self._updates[-1]:.2g} times its size; {usual} high?"
             yield "learning rate", "optimizer", text
         if len(self._updates) >= _SLOW_LOOKS and max(self._updates) < _SLOW:

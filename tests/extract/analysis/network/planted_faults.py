@@ -356,6 +356,28 @@ def put_behind(model: nn.Module, layer: str, module: nn.Module) -> None:
     setattr(model, layer, nn.Sequential(OrderedDict(inner=model.get_submodule(layer), dropout=module)))
 
 
+def quantise(model: nn.Module, bits: int) -> None:
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            step = parameter.abs().max() / 2 ** (bits - 1)
+            parameter.copy_((parameter / step).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * step)
+
+
+def scale_both(model: nn.Module, layer: str, factor: float) -> None:
+    for parameter in model.get_submodule(layer).parameters():
+        parameter.mul_(factor)
+
+
+def repeat_filter(model: nn.Module, layer: str) -> None:
+    weight = model.get_submodule(layer).weight
+    weight.copy_((weight[:1] - weight[:1].mean()).expand_as(weight))  # type: ignore[operator, index]
+
+
+def rotate_head(model: nn.Module, layer: str) -> None:
+    for parameter in model.get_submodule(layer).parameters():
+        parameter.copy_(parameter.roll(3, 0))
+
+
 def add_spare(model: nn.Sequential) -> None:
     model.get_submodule("conv3").spare = nn.Linear(4, 4)
 
@@ -424,6 +446,22 @@ def with_rate(optimizer: Callable[[Any], torch.optim.Optimizer]) -> Names:
             F.cross_entropy(model(images), labels).backward()
             watched.step()
     return alarms
+
+
+def with_adam(name: str, rate: float) -> Names:
+    """Train a network on CIFAR-10 for 30 steps, watched by both monitors."""
+    torch.manual_seed(0)
+    model, alarms = TRAINED[name][0]().train(), list[tuple[int, str, str]]()
+    images, labels = cifar("train", 2)
+    images, optimizer = (images - MEAN) / STD, torch.optim.Adam(model.parameters(), rate)
+    how: dict[str, Any] = {"every": 1, "on_alarm": lambda alarm: alarms.append((alarm.step, alarm.kind, alarm.layer))}
+    with ActivationMonitor(model, **how), GradientMonitor(model, **how):
+        for _ in range(30):
+            chosen = torch.randint(len(images), (64,))
+            optimizer.zero_grad()
+            F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
+            optimizer.step()
+    return [(kind, layer) for _, kind, layer in sorted(alarms, key=lambda alarm: alarm[0])]
 
 
 def faults() -> list[Fault]:
@@ -495,6 +533,43 @@ def faults() -> list[Fault]:
     for net in ("plain", "batch norm", "transformer"):
         add(f"black pictures into {net}", "equal inputs", "input",
             lambda net=net: names_of(trained(net), photos(lambda pixels: (0 * pixels - MEAN) / STD)))  # fmt: skip
+    wrong_inputs: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
+        ("mean and deviation 0.5", lambda pixels: (pixels - 0.5) / 0.5),
+        ("normalised twice", lambda pixels: ((pixels - MEAN) / STD - MEAN) / STD),
+        ("mean of 0..1 from 0..255", lambda pixels: (255 * pixels - MEAN) / STD),
+    )
+    for number, (name, scale) in enumerate(wrong_inputs):
+        nets = ["batch norm", "residual", "mobile"] + (["plain", "transformer"] if number > 0 else [])
+        for net in nets:
+            add(f"{name} into {net}", "input scale", "input",
+                lambda net=net, scale=scale: names_of(trained(net), photos(scale)))  # fmt: skip
+    for i in (0, 2, 4):
+        layer = f"bn{i}"
+        if i != 2:  # which leaves channels constant in three layers behind it
+            add_to_trained("scale 0", "zero weight", "batch norm", layer, times, layer, 0.0)
+        add_to_trained("running variance x 4", "running statistics", "batch norm", layer,
+                       lambda m, layer: m.get_submodule(layer).running_var.mul_(4), layer)  # fmt: skip
+    for i in (0, 1, 2):
+        layer = f"blocks.{i}.bn2"
+        add_to_trained("branch x 1e-4", "faint", "residual", layer, scale_both, layer, 1e-4)
+    layer = "blocks.2.conv2"
+    add_to_trained("the same filter 64 times", "equal filters", "residual", layer, repeat_filter, layer)
+    for net, bits, layer in (("batch norm", 2, "conv0"), ("batch norm", 3, "conv0"), ("transformer", 3, "positions")):
+        add_to_trained(f"{bits} bits", "few values", net, layer, quantise, bits)
+    add_to_trained("position embeddings 0", "zero weight", "transformer", "positions",
+                   lambda m: m.positions.zero_())  # fmt: skip
+    for net, layer in (("batch norm", "fc"), ("plain", "fc"), ("transformer", "head")):
+        add(f"head rotated by 3 classes in {net}", "labels", "loss", lambda net=net, layer=layer: in_trained(
+            net, lambda m: rotate_head(m, layer), loss))  # fmt: skip
+    add("head initialised again in batch norm", "labels", "loss",
+        lambda: in_trained("batch norm", lambda m: m.fc.reset_parameters(), loss))  # fmt: skip
+    add("loss that does not see the labels", "targets", "loss",
+        lambda: in_trained("batch norm", lambda m: None, lambda output, _: output.mean()))  # fmt: skip
+    add("loss x 1e-9", "vanishing gradients", "loss",
+        lambda: in_trained("batch norm", lambda m: None, lambda output, t: 1e-9 * loss(output, t)))  # fmt: skip
+    for net, rate in (("plain", 0.1), ("plain", 0.3), ("residual", 0.3), ("transformer", 0.3)):
+        add(f"Adam, learning rate {rate}, {net}", "learning rate", "optimizer",
+            lambda net=net, rate=rate: with_adam(net, rate))  # fmt: skip
     for i in (0, 2, 4):
         layer = f"bn{i}"
         add_to_trained("training mode", "training mode", "batch norm", layer,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from extract.analysis.network.findings import AttentionReport, InputReport
 from extract.analysis.network.inspection import inspect_model
+from extract.analysis.network.reports import AttentionReport, InputReport
 from tests.extract.analysis.network.planted_faults import chain, noise
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from extract import load_backbone
-from extract.analysis.network.findings import layer_table
 from extract.analysis.network.inspection import Inspection, inspect_model
+from extract.analysis.network.reports import layer_table
 from extract.errors import InputError, UnknownNameError
 from tests.extract.html_reader import HtmlReader
 
