@@ -69,16 +69,16 @@ def page(about: dict[str, Any], results: list[Result]) -> str:
         f"{sum(wrong.values()):,} values are wrong. A bare hook that keeps `output.detach().cpu()` has "
         f"{numbers['wrong calls of naive hooks']:,} calls wrong.",
         "",
-        "The result of each network is a line of `benchmarks/census/results.jsonl`.",
+        "`benchmarks/census/results.jsonl` has the result of each network, and the reason where there is none.",
         "",
         f"The libraries have {total:,} families of networks for pictures. Of {len(tried - families):,}, no network ran"
         + (f", and {total - len(tried):,} have not been tried yet." if total > len(tried) else "."),
         "",
         f"Versions: {versions} ({about.get('date', '')}), on a CPU. Of each family, the smallest network that runs is "
-        "compared, in eval mode, with two pictures of the smallest size of 32, 64, 96, 128, 160, 192, 224 and 256 that "
-        "it takes. Weights are random. Parameters that a library initialises with one value have noise, very small "
-        "weights are scaled up, and batch norms have the statistics of pictures of the same kind: without that, many "
-        "layers have no effect." + (f" {about['note']}" if "note" in about else ""),
+        "compared, in eval mode, with two pictures of the smallest size from 32 to 256 that it takes. Weights are "
+        "random. Parameters that a library initialises with one value have noise, very small weights are scaled up, "
+        "and batch norms have the statistics of pictures of the same kind: without that, many layers have no effect."
+        + (f" {about['note']}" if "note" in about else ""),
         "",
         "```bash",
         "python -m benchmarks.census OUT.jsonl --families    # all families; without --families every network",
@@ -108,9 +108,9 @@ def _notes(numbers: Counter[str]) -> str:
         f"`Taps` pass a copy on: hence the last column. {numbers['outputs with NaN']:,} outputs have NaN. "
         f"{numbers['equal embeddings of different pictures']:,} embeddings are the same for different pictures. "
         "Rounding means a difference of at most 1e-4 of the largest value of the tensor (gradients without edits: "
-        "1e-5, rows: 2e-3); for gradients of parameters also of at most 1e-6 of the largest gradient. Where a gradient "
-        "differs by more, the gradients of the network are compared again in double precision, which was necessary for "
-        f"{numbers['networks whose gradients were compared in double precision']:,} networks."
+        "1e-5, rows: 2e-3); for gradients of parameters also of at most 1e-6 of the largest gradient. Networks with a "
+        f"gradient that differs by more ({numbers['networks whose gradients were compared in double precision']:,}) "
+        "are compared again in double precision."
     )
 
 
@@ -131,7 +131,7 @@ def _left_out(results: list[Result], compared: list[Result]) -> str:
     not_run = sum("not run" in result for result in results)
     return (
         f"{refused.total():,} values are refused with an error that gives the reason; {uncompared.total():,} have no "
-        f"independent reference; {not_run:,} networks did not run. The file of results has the reasons."
+        f"independent reference; {not_run:,} networks did not run."
     )
 
 
