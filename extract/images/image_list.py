@@ -21,9 +21,9 @@ from extract.images.sources import Chosen, ImageSource
 from extract.system.optional_libraries import library
 
 __all__ = [
-    "SPLITS", "Column", "Images", "ListHashes", "arrow_column", "chosen_columns", "class_and_split",
-    "classes_of_folders", "classes_of_values", "is_litter", "joined", "label_text", "labels_from_folders",
-    "labels_from_values", "labels_hash", "order_of", "other_suffix", "pick_images", "text_column", "values_at",
+    "SPLITS", "Column", "Images", "ListHashes", "arrow_column", "chosen_columns", "is_litter", "joined",
+    "label_text", "labels_from_folders", "labels_from_values", "labels_hash", "order_of", "other_suffix", "pick_images",
+    "text_column", "texts_hash", "values_at",
 ]  # fmt: skip
 
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
@@ -137,9 +137,7 @@ class Images:
         """See `ListHashes`."""
         if self.stored_hashes:
             return self.stored_hashes.paths_xxh3
-        digest = xxhash.xxh3_128()
-        _update_with_texts(digest, _in_pieces(self.paths))
-        return digest.hexdigest()
+        return texts_hash(_in_pieces(self.paths))
 
     @cached_property
     def labels_xxh3(self) -> str:
@@ -150,6 +148,13 @@ class Images:
         for name in sorted(self.columns):
             texts += [[[name]], (list(map(str, values)) for values in _in_pieces(self.columns[name]))]
         return labels_hash(self.labels, texts)
+
+
+def texts_hash(pieces: Iterable[Sequence[str | bytes]]) -> str:
+    """Return the xxh3-128 of texts, separated by zero bytes."""
+    digest = xxhash.xxh3_128()
+    _update_with_texts(digest, pieces)
+    return digest.hexdigest()
 
 
 def labels_hash(labels: NDArray[np.integer[Any]], columns: Iterable[Iterable[Sequence[str]]]) -> str:
@@ -168,7 +173,7 @@ def labels_hash(labels: NDArray[np.integer[Any]], columns: Iterable[Iterable[Seq
     return digest.hexdigest()
 
 
-def _update_with_texts(digest: xxhash.xxh3_128, pieces: Iterable[Sequence[str]]) -> None:
+def _update_with_texts(digest: xxhash.xxh3_128, pieces: Iterable[Sequence[str | bytes]]) -> None:
     """Add texts, separated by zero bytes, to a hash."""
     separator = b""
     for texts in pieces:
@@ -219,37 +224,15 @@ def labels_from_folders(paths: Sequence[str]) -> tuple[NDArray[np.int64], list[s
     split, and the folder below it is the class.
     """
     folders = [path.rpartition("/")[0] for path in paths]
-    classes, split_level = classes_of_folders(folders)
-    of_folder = {folder: class_and_split(folder, split_level) for folder in set(folders)}
-    labels, _ = _indexed([of_folder[folder][0] for folder in folders], classes)
-    return labels, classes, [of_folder[folder][1] for folder in folders]
-
-
-def classes_of_folders(folders: Iterable[str]) -> tuple[list[str], bool]:
-    """Return the classes of images in folders, and whether the first folders are splits; see `labels_from_folders`.
-
-    Args:
-        folders: relative paths, "" for the top; iterated over once.
-    """
-    top, below, split_level = set[str](), set[str](), True
-    for folder in folders:
-        if not folder:
-            continue
-        first, *others = folder.split("/", 2)
-        top.add(first)
-        # `train` beside `airplane` and `bus` is a class: all first folders must have names of splits.
-        if split_level and first.lower() not in SPLITS:
-            split_level, below = False, set()
-        if split_level and others:
-            below.add(others[0])
-    return sorted(below if split_level else top, key=os.fsencode), bool(top) and split_level
-
-
-def class_and_split(folder: str, split_level: bool) -> tuple[str | None, str]:
-    """Return the class and split of images in a folder; `split_level`: whether the first folders are splits."""
-    parts = folder.split("/") if folder else []
-    split = SPLITS[parts[0].lower()] if split_level and parts else ""
-    return parts[split_level] if len(parts) > split_level else None, split
+    names_of = {folder: folder.split("/") if folder else [] for folder in set(folders)}
+    tops = {names[0] for names in names_of.values() if names}
+    # `train` beside `airplane` and `bus` is a class: all first folders must have names of splits.
+    are_splits = bool(tops) and all(top.lower() in SPLITS for top in tops)
+    class_of = {folder: names[are_splits] if names[are_splits:] else None for folder, names in names_of.items()}
+    split_of = {folder: SPLITS[names[0].lower()] if are_splits and names else "" for folder, names in names_of.items()}
+    classes = sorted({name for name in class_of.values() if name is not None}, key=os.fsencode)
+    labels, _ = _indexed([class_of[folder] for folder in folders], classes)
+    return labels, classes, [split_of[folder] for folder in folders]
 
 
 def labels_from_values(values: Sequence[str | int | None]) -> tuple[NDArray[np.int64], list[str]]:
@@ -258,7 +241,7 @@ def labels_from_values(values: Sequence[str | int | None]) -> tuple[NDArray[np.i
     If all values are integers from 0 to `_LARGEST_LABEL`, they are the labels, and their digits the class names.
     """
     texts = [label_text(value) for value in values]
-    return _indexed(texts, classes_of_values({text for text in texts if text is not None}))
+    return _indexed(texts, _classes_of_values({text for text in texts if text is not None}))
 
 
 def label_text(value: str | int | None) -> str | None:
@@ -266,7 +249,7 @@ def label_text(value: str | int | None) -> str | None:
     return None if value in (None, "", "-1", -1) else str(value)
 
 
-def classes_of_values(known: set[str]) -> list[str]:
+def _classes_of_values(known: set[str]) -> list[str]:
     """Return the classes for the set of all labels, as text; see `labels_from_values`."""
     numbers = all(re.fullmatch(r"0|-?[1-9]\d{0,17}", text, re.ASCII) for text in known)
     if numbers and known and 0 <= min(map(int, known)) <= max(map(int, known)) <= _LARGEST_LABEL:

@@ -15,35 +15,25 @@ import os
 import shlex
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.images.csv_lists import Row, list_rows, places_of, stored_path
 from extract.images.image_list import (
     Images,
-    class_and_split,
-    classes_of_folders,
-    classes_of_values,
+    labels_from_folders,
+    labels_from_values,
     labels_hash,
     other_suffix,
+    texts_hash,
 )
 from extract.images.listing import check_exists, files_behind, files_below, is_plan, kind_of, no_images
-from extract.images.plans import (
-    COLUMNS,
-    METADATA,
-    METADATA_XXH3,
-    PLAN_FILE,
-    SPLIT_CODES,
-    VERSION,
-    base_of,
-    open_plan,
-)
+from extract.images.plans import METADATA, METADATA_XXH3, PLAN_FILE, SPLIT_CODES, VERSION, base_of, open_plan
 from extract.system.atomic_files import atomic_write, is_temporary, locked
 from extract.system.optional_libraries import library
 from extract.system.urls import is_url
@@ -86,12 +76,14 @@ def write_plan(
     with locked(out):
         if not is_plan(out):
             left_out: Counter[str] = Counter()
-            listed = _Listed(_rows_of_list(where) if kind == "list" else _rows_of_folder(where, left_out), on_rows)
-            if not len(listed.codes):
+            rows = _rows_of_list(where) if kind == "list" else _rows_of_folder(where, left_out)
+            columns, classes = _listed(kind, rows, on_rows)
+            if not len(columns["path"]):
                 raise no_images(where, left_out)
-            description = {"version": VERSION, "kind": kind, "root": root, "left_out": dict(sorted(left_out.items()))}
+            description = {"version": VERSION, "kind": kind, "root": root, "classes": classes}
+            description["left_out"] = dict(sorted(left_out.items()))
             try:
-                _write(out / PLAN_FILE, where, listed, description, on_rows)
+                _write(out / PLAN_FILE, where, columns, description, on_rows)
             except OSError as error:
                 raise LayertapError(f"cannot write {out / PLAN_FILE}: {error.strerror or error}") from error
     return open_plan(out)
@@ -110,15 +102,15 @@ def _kind(where: str) -> str:
     Raises:
         InputError: `where` is neither, or does not exist.
     """
-    kind = "plan" if not is_url(where) and is_plan(where) else kind_of(where)
-    if kind in ("folder", "list") and not is_url(where):
-        check_exists(where)
-        kind = kind if Path(where).is_dir() == (kind == "folder") else "file"
-    if kind not in ("folder", "list"):
+    kind = kind_of(where)
+    is_image = kind == "folder" and Path(where).is_file()
+    if kind not in ("folder", "list") or is_image or is_plan(where):
         raise InputError(
             f"{where}: a plan is written for a folder or a list only",
             hint=f"use it directly: {shlex.join(['layertap', 'embed', where])}",
         )
+    if not is_url(where):
+        check_exists(where)
     return kind
 
 
@@ -140,13 +132,13 @@ def _check_place(out: Path, where: str, kind: str, root: str) -> None:
 
 
 def _rows_of_folder(where: str, left_out: Counter[str]) -> Iterator[Row]:
-    """Yield the images of a folder in order, labelled with their first two folders, which determine the class."""
+    """Yield the images of a folder, labelled with their first two folders as `a/b/`, which determine the class."""
     list_files = files_behind if is_url(where) else files_below
     for name in list_files(where):
         if other := other_suffix(name):
             left_out[other] += 1
         else:
-            yield Row(os.fsencode(name), 0, "/".join(name.split("/", 2)[:-1]))
+            yield Row(os.fsencode(name), 0, name[: len(name) - len(name.split("/", 2)[-1])])
 
 
 def _rows_of_list(where: str) -> Iterator[Row]:
@@ -173,40 +165,45 @@ class _Texts:
         return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(self._ends) - 1, buffers)
 
 
-class _Listed:
-    """The rows of a listing, in its order, in columns.
+def _listed(kind: str, rows: Iterator[Row], on_rows: Callable[[str, int], None]) -> tuple[dict[str, Any], list[str]]:
+    """Return the columns of a plan as arrays of Arrow, in the order of the listing, and the classes."""
+    import pyarrow as pa
 
-    Attributes:
-        texts: "path" and, if a row has an id, "id"; see `Row`.
-        codes: number of each row's label and split in `values`.
-        values: (label, split) -> its number.
-    """
-
-    def __init__(self, rows: Iterator[Row], on_rows: Callable[[str, int], None]):
-        paths, ids, have_ids = _Texts(), _Texts(), False
-        self.codes = array("i")
-        self.values: dict[tuple[str | None, str], int] = {}
-        for row in rows:
-            paths.append(row.path)
-            ids.append((row.id or "").encode())
-            have_ids = have_ids or row.id is not None
-            self.codes.append(self.values.setdefault((row.label, row.split), len(self.values)))
-            if not len(self.codes) % _REPORTED_ROWS:
-                on_rows("listed", _REPORTED_ROWS)
-        on_rows("listed", len(self.codes) % _REPORTED_ROWS)
-        self.texts = {"path": paths, "id": ids} if have_ids else {"path": paths}
+    paths, ids, have_ids = _Texts(), _Texts(), False
+    numbers: dict[tuple[str | None, str], int] = {}
+    pairs = array("i")  # of label and split, of each row
+    for row in rows:
+        paths.append(row.path)
+        ids.append((row.id or "").encode())
+        have_ids = have_ids or row.id is not None
+        pairs.append(numbers.setdefault((row.label, row.split), len(numbers)))
+        if not len(pairs) % _REPORTED_ROWS:
+            on_rows("listed", _REPORTED_ROWS)
+    on_rows("listed", len(pairs) % _REPORTED_ROWS)
+    if kind == "folder":
+        labels, classes, splits = labels_from_folders([folder or "" for folder, _ in numbers])
+    else:
+        labels, classes = labels_from_values([label for label, _ in numbers])
+        splits = [split for _, split in numbers]
+    codes = np.array([SPLIT_CODES.index(split) for split in splits], np.uint8)
+    columns = {
+        "path": paths.as_arrow(),
+        "label": pa.array(labels.astype(np.int32)[pairs]),
+        "split": pa.array(codes[pairs]),
+    }
+    return columns | ({"id": ids.as_arrow()} if have_ids else {}), classes
 
 
 def _write(
-    file: Path, where: str, listed: _Listed, description: dict[str, Any], on_rows: Callable[[str, int], None]
+    file: Path, where: str, columns: dict[str, Any], description: dict[str, Any], on_rows: Callable[[str, int], None]
 ) -> None:
     """Sort the rows, and write the file of a plan.
 
     Args:
         file: the file.
         where: the folder or list, for errors.
-        listed: the rows.
-        description: the part of the description that does not depend on the rows.
+        columns: the rows, see `_listed`.
+        description: the part of the description that does not depend on the order of the rows.
         on_rows: called with "written" and a number of rows.
 
     Raises:
@@ -215,58 +212,37 @@ def _write(
     import pyarrow as pa
     from pyarrow import compute, parquet
 
-    texts = {name: column.as_arrow() for name, column in listed.texts.items()}
-    order = compute.array_sort_indices(texts["path"])
-    classes, label_of, split_of = _classes(description["kind"], listed.values)
-    codes = np.frombuffer(listed.codes, np.int32)[order]
-    numbers = {"label": label_of[codes], "split": split_of[codes]}
+    table, order = pa.table(columns), compute.array_sort_indices(columns["path"])
+    starts = range(0, len(order), GROUP_ROWS)
 
-    def groups(name: str) -> Iterator[Any]:
-        for start in range(0, len(order), GROUP_ROWS):
-            rows = slice(start, start + GROUP_ROWS)
-            yield numbers[name][rows] if name in numbers else texts[name].take(order[rows]).to_pylist()
+    def texts(name: str) -> Iterator[list[Any]]:
+        return (columns[name].take(order.slice(start, GROUP_ROWS)).to_pylist() for start in starts)
 
-    paths_xxh3 = xxhash.xxh3_128()
-    last_path = b""
-    names = [name for name in COLUMNS if name in texts or name in numbers]
-    schema = pa.schema([(name, COLUMNS[name]) for name in names])
-    options = {"compression": "zstd", "use_dictionary": list(numbers), "write_statistics": False}
-    with (
-        atomic_write(file) as target,
-        parquet.ParquetWriter(target, schema, write_page_checksum=True, **options) as writer,
-    ):
-        for values in zip(*map(groups, names), strict=True):
-            paths = values[0]
-            for before, path in itertools.pairwise([last_path, *paths]):
-                if before == path:
-                    raise InputError(f"{where}: {os.fsdecode(path)} is listed twice; expected each path only once")
-            paths_xxh3.update((b"\0" if last_path else b"") + b"\0".join(paths))
-            last_path = paths[-1]
-            writer.write_table(pa.table(dict(zip(names, values, strict=True)), schema))
-            on_rows("written", len(paths))
-        split_texts = ([SPLIT_CODES[code] for code in codes.tolist()] for codes in groups("split"))
-        description |= {
-            "ends": [min(start + GROUP_ROWS, len(order)) for start in range(0, len(order), GROUP_ROWS)],
-            "classes": classes,
-            "splits": sorted(SPLIT_CODES[code] for code in np.unique(numbers["split"]).tolist() if code),
-            "paths_xxh3": paths_xxh3.hexdigest(),
-            "labels_xxh3": labels_hash(
-                numbers["label"], [split_texts, [classes], groups("id") if "id" in texts else []]
-            ),
-        }
-        content = json.dumps(description).encode()
+    labels = columns["label"].take(order).to_numpy()
+    splits = ([SPLIT_CODES[code] for code in codes] for codes in texts("split"))
+    description |= {
+        "ends": [min(start + GROUP_ROWS, len(order)) for start in starts],
+        "splits": sorted(SPLIT_CODES[code] for code in compute.unique(columns["split"]).to_pylist() if code),
+        "paths_xxh3": texts_hash(_without_repeats(where, texts("path"))),
+        "labels_xxh3": labels_hash(labels, [splits, [description["classes"]], texts("id") if "id" in columns else []]),
+    }
+    content = json.dumps(description).encode()
+    options = {"compression": "zstd", "use_dictionary": ["label", "split"], "write_statistics": False}
+    options |= {"write_page_checksum": True, "store_schema": False}  # readers need not know of Arrow's large types
+    with atomic_write(file) as target, parquet.ParquetWriter(target, table.schema, **options) as writer:
         writer.add_key_value_metadata({METADATA: content, METADATA_XXH3: xxhash.xxh3_128_hexdigest(content)})
+        for start in starts:
+            group = table.take(order.slice(start, GROUP_ROWS))
+            writer.write_table(group, GROUP_ROWS)
+            on_rows("written", len(group))
 
 
-def _classes(
-    kind: str, values: Iterable[tuple[str | None, str]]
-) -> tuple[list[str], NDArray[np.int32], NDArray[np.uint8]]:
-    """Return the classes, and the label and split of each of `values`, which are those of `_Listed`."""
-    if kind == "folder":
-        classes, split_level = classes_of_folders(folder or "" for folder, _ in values)
-        values = [class_and_split(folder or "", split_level) for folder, _ in values]
-    else:
-        classes = classes_of_values({label for label, _ in values if label is not None})
-    number: dict[str | None, int] = {None: -1} | {name: i for i, name in enumerate(classes)}
-    labels = np.array([number[label] for label, _ in values], np.int32)
-    return classes, labels, np.array([SPLIT_CODES.index(split) for _, split in values], np.uint8)
+def _without_repeats(where: str, groups: Iterator[list[bytes]]) -> Iterator[list[bytes]]:
+    """Yield the sorted paths of a list; raise an InputError if one occurs twice."""
+    last: list[bytes] = []
+    for paths in groups:
+        for before, path in itertools.pairwise([*last, *paths]):
+            if before == path:
+                raise InputError(f"{where}: {os.fsdecode(path)} is listed twice; expected each path only once")
+        last = paths[-1:]
+        yield paths
