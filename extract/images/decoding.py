@@ -90,8 +90,6 @@ _COMPRESSED = ("AVIF", "HEIF", "WEBP")
 _COMPRESSION = 259  # TIFF 6.0 tag
 _JPEG_TABLES = 347  # TIFF Technical Note 2: from SOI to EOI; libtiff writes them behind the strips
 _LEAST_ZEROS_IN_TIFF = {7: 2, 8: _ZEROS, 32946: _ZEROS}  # JPEG, which ends in its marker; Deflate, with two numbers
-_REPEATED = 16  # of a JPEG without end marker: bytes other than zero that fill the tail
-_BEHIND = 8  # of a JPEG without end marker: bytes that are not of the picture
 
 
 class PixelTypeError(ValueError):
@@ -498,12 +496,11 @@ def check_whole(data: bytes, image: Image.Image) -> None:
 
     A crash of a file system, or a download into a preallocated file, leaves a file of the right size whose tail is
     zeros. Many decoders take zeros for pixels: Pillow decoded 548 of 5,000 such JPEG files of 18 encoders, and 83 %
-    (HEIC) to 100 % (WebP) of others. So the tail is replaced by another byte, and the file is refused if its pixels
-    change. None of the 5,000 was accepted, and none of 1,568 sound files with nine changes was refused. Of files whose
-    marker alone was replaced by zeros, 17 of 1,309 are refused, since they cannot be told from files that lack more. A
-    hole before an intact end is not looked for: optimised JPEG of flat areas has up to 375 KB of zeros. In formats
-    without compression (BMP, PPM, TGA, most TIFF) zeros are black areas. Pillow refuses TIFF with LZW or PackBits
-    itself.
+    (HEIC) to 100 % (WebP) of others. So a JPEG needs its end marker: without it, Pillow decodes few files, complete or
+    not, and nothing tells these apart. In other formats the tail is replaced by another byte, and the file is refused
+    if its pixels change. A hole before an intact end is not looked for: optimised JPEG of flat areas has up to 375 KB
+    of zeros. In formats without compression (BMP, PPM, TGA, most TIFF) zeros are black areas. Pillow refuses TIFF with
+    LZW or PackBits itself.
 
     Args:
         data: content of the file.
@@ -518,7 +515,7 @@ def check_whole(data: bytes, image: Image.Image) -> None:
         while start >= 0:
             start = data.find(_PNG, _end_of_png(data, start + len(_PNG)))
     elif kind in ("JPEG", "MPO"):
-        if not data.endswith(_END_OF_JPEG) and not _has_end_of_jpeg(data) and _is_cut(data):
+        if not data.endswith(_END_OF_JPEG) and not _has_end_of_jpeg(data):
             raise ValueError("truncated: the end-of-image marker is missing")
     elif kind == "JPEG2000" and _END_OF_CODESTREAM not in data[data.find(_CODESTREAM) :]:
         raise ValueError("truncated: the end of the codestream is missing")
@@ -594,28 +591,9 @@ def _has_end_of_jpeg(data: bytes) -> bool:
     return False
 
 
-def _is_cut(data: bytes) -> bool:
-    """Return whether the data of a JPEG without end marker are not complete, although Pillow decodes it.
-
-    Some encoders leave the marker out. Pillow decodes such files if their data are complete, so they are not refused.
-    """
-    last = data[-1:]
-    start = len(data.rstrip(last))
-    if data[start - 1 : start] == b"\xff":  # the zero behind it belongs to the data (B.1.1.5)
-        start += 1
-    if last != b"\xff" and len(data) - start >= (2 if last == b"\0" else _REPEATED):
-        return _is_decoded(data, range(start, len(data)), "JPEG")
-    # libjpeg takes no FF at the end for data. Of a complete file, the bytes before them are the end of the picture.
-    stop = len(data.rstrip(b"\xff"))
-    return not _is_decoded(data, range(max(0, stop - _BEHIND), stop), "JPEG")
-
-
-def _is_decoded(data: bytes, tail: range, kind: str | None) -> bool:
-    """Return whether the pixels depend on the bytes at these offsets."""
-    if not tail:
-        return False
-    other = b"\x55" if data[tail.start] != 0x55 else b"\x2a"
-    changed = data[: tail.start] + other * len(tail) + data[tail.stop :]
+def _is_decoded(data: bytes, zeros: range, kind: str) -> bool:
+    """Return whether the pixels depend on the zeros at these offsets."""
+    changed = data[: zeros.start] + b"\x55" * len(zeros) + data[zeros.stop :]
     expected = _hash_of_pixels(data, kind)
     try:
         return _hash_of_pixels(changed, kind) != expected
@@ -623,6 +601,6 @@ def _is_decoded(data: bytes, tail: range, kind: str | None) -> bool:
         return True
 
 
-def _hash_of_pixels(data: bytes, kind: str | None) -> bytes:
-    with Image.open(io.BytesIO(data), formats=[kind] if kind else None) as image:
+def _hash_of_pixels(data: bytes, kind: str) -> bytes:
+    with Image.open(io.BytesIO(data), formats=[kind]) as image:
         return xxhash.xxh3_128_digest(np.asarray(image).tobytes())

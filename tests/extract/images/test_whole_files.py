@@ -177,28 +177,6 @@ def test_a_first_picture_that_is_zeros_is_refused_though_its_thumbnail_and_the_g
         decode(tailed)
 
 
-@pytest.fixture(scope="module")
-def small_jpegs() -> list[bytes]:
-    return [encoded(photo(seed, 48, 40)) for seed in range(120)]
-
-
-def test_a_complete_jpeg_without_end_marker_is_decoded_if_pillow_does(small_jpegs: list[bytes]) -> None:
-    decoded = [data for data in small_jpegs if decoded_by_pillow(data[:-2])]
-    assert len(decoded) >= 3
-    for data in decoded:
-        assert np.array_equal(decode(data[:-2]), pixels_of(data))
-
-
-@pytest.mark.parametrize("behind", [bytes(16), bytes(4096), b"\r\n", b"\xff" * 64, b"U" * 99])
-def test_a_complete_jpeg_with_other_bytes_for_its_end_marker_is_decoded_if_pillow_does(
-    small_jpegs: list[bytes], behind: bytes
-) -> None:
-    decoded = [data for data in small_jpegs[:60] if decoded_by_pillow(data[:-2] + behind)]
-    assert decoded
-    for data in decoded:
-        assert np.array_equal(decode(data[:-2] + behind), pixels_of(data))
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("JPEG", {"optimize": True}), ("JPEG", {}), ("WEBP", {}), ("WEBP", {"lossless": True}), ("WEBP", {"quality": 100}),
