@@ -24,13 +24,13 @@ _LOG = "the log goes to stderr: `layertap sync CONFIG --schedule 2>> FILE`, with
 
 # Keys of `schedule` in files of earlier versions, and what does the same.
 _GONE = {
-    "jitter": "set RandomizedDelaySec= in the timer that `layertap sync --schedule --print systemd` prints",
+    "jitter": "name another minute on each machine",
     "log": _LOG,
     "log_max_bytes": _LOG,
     "log_backup_count": _LOG,
     "log_json": "OUT/runs.jsonl has a JSON object for each pass",
     "heartbeat": "watch the age of OUT/runs.jsonl, which every pass changes",
-    "on_success": "set OnSuccess= in the service that `layertap sync --schedule --print systemd` prints",
+    "on_success": "let cron run `layertap sync CONFIG && COMMAND`",
 }
 
 

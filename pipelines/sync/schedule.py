@@ -1,6 +1,6 @@
 """Run passes at fixed times, for years: `layertap sync CONFIG --schedule`.
 
-    python -P -m pipelines.sync.schedule CONFIG    # one pass, with its alarm; what systemd and cron run
+    python -P -m pipelines.sync.schedule CONFIG    # one pass, with its alarm; what cron runs
 
 Each pass is a process of its own, `layertap sync CONFIG --json`. Its memory goes back to the system, a crash ends one
 pass only, and each pass reads CONFIG again. Log files, random delays and watchdogs are left to the system; the guide
