@@ -72,13 +72,7 @@ def locate_weights(spec: str) -> WeightsFile | None:
     return source.locate(request) if source.locate is not None else None
 
 
-def load_text_tower(
-    spec: str,
-    *,
-    weights: str | None = None,
-    device: str = "auto",
-    seed: int = 0,
-) -> TextTower:
+def load_text_tower(spec: str, *, weights: str | None = None, device: str = "auto", seed: int = 0) -> TextTower:
     """Load the text tower that was trained with the image tower of a backbone (CLIP, SigLIP and similar models).
 
         tower = load_text_tower("open_clip/ViT-B-32:laion2b_s34b_b79k")

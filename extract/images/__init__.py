@@ -26,14 +26,7 @@ _HOMES = {
     "load_batches": "loading",
 }
 
-__all__ = [
-    "Batch",
-    "Decoding",
-    "Images",
-    "list_images",
-    "listed_again",
-    "load_batches",
-]
+__all__ = ["Batch", "Decoding", "Images", "list_images", "listed_again", "load_batches"]
 
 
 def __getattr__(name: str) -> Any:

@@ -190,7 +190,7 @@ def _only_pictures(path: str) -> str:
         raise InputError(f"{path} has several data sets of pictures", hint=f"give one by name: {choices}")
     seen = ", ".join(f"{name} {data.dtype} {data.shape}" for name, data in list(arrays.items())[:8])
     raise InputError(
-        f"{path} has no data set of pictures, uint8 (N, H, W, 3) or (N, 3, H, W); it has {seen or 'no data sets'}",
+        f"{path} has no data set of pictures, uint8 (N, H, W, 3) or (N, 3, H, W); it has {seen or 'no data sets'}"
     )
 
 

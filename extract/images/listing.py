@@ -348,9 +348,7 @@ def entries_below(root: str, on_unreadable: Callable[[str, OSError], None]) -> I
     return in_byte_order(look)
 
 
-def in_byte_order(
-    look: Callable[[str], Iterable[tuple[str, bool, Entry]]],
-) -> Iterator[tuple[str, Entry]]:
+def in_byte_order(look: Callable[[str], Iterable[tuple[str, bool, Entry]]]) -> Iterator[tuple[str, Entry]]:
     """Yield (relative path, entry) of all files in a tree, in the byte order of their paths.
 
     A folder sorts as `NAME/` among its neighbours: "a-b", then "a/b", then "a0". So each folder is read only when its

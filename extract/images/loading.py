@@ -396,11 +396,7 @@ def _decoded_on_device(batch: Batch, decoder: JpegDecoder, exact: _Decoded) -> B
 Load = Callable[[Images, Iterable[list[int]], Decoding], "Batches | Generator[Batch, None, None]"]
 
 
-def load_batches(
-    images: Images,
-    batches: Iterable[list[int]],
-    decoding: Decoding,
-) -> Batches:
+def load_batches(images: Images, batches: Iterable[list[int]], decoding: Decoding) -> Batches:
     """Decode the rows of each batch in worker processes; batches come in the given order.
 
     Close the result (`contextlib.closing`) to end the workers: the process cannot exit while an exception refers to

@@ -137,8 +137,7 @@ class Files(ImageSource):
             there, why = False, first_line(error) if self._base_is_remote else why
         if not there:
             raise LayertapError(
-                f"{self._base} has vanished or is empty ({why}). Stored rows are safe",
-                hint="run again when it is back",
+                f"{self._base} has vanished or is empty ({why}). Stored rows are safe", hint="run again when it is back"
             )
 
 

@@ -89,8 +89,7 @@ class ScheduleConfig(BaseModel):
     )
     catch_up: bool = Field(True, description="Start at once if a pass was due while no scheduler ran.")
     on_failure: Words = Field(
-        [],
-        description="Commands that run when a failure starts, changes or ends; stdin has what failed, as JSON.",
+        [], description="Commands that run when a failure starts, changes or ends; stdin has what failed, as JSON."
     )
 
     @field_validator("timezone")

@@ -56,9 +56,7 @@ def as_cron(file: SyncFile) -> str:
     # One pass; with `on_failure`, one that also runs its commands.
     start = [*LAYERTAP[:-1], "pipelines.sync.schedule"] if schedule.on_failure else [*LAYERTAP, "sync"]
     command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*start, _path(file)])}".replace("%", r"\%")
-    lines = [
-        "# cron skips passes that were due while the machine was off; `layertap sync --schedule` catches up",
-    ]
+    lines = ["# cron skips passes that were due while the machine was off; `layertap sync --schedule` catches up"]
     if schedule.timezone:
         lines += ["# cronie reads CRON_TZ; other crons use the machine's time zone", f"CRON_TZ={schedule.timezone}"]
     return "\n".join([*lines, f"{schedule.cron} {command}"])
