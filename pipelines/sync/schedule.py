@@ -1,7 +1,5 @@
 """Run passes at fixed times, for years: `layertap sync CONFIG --schedule`.
 
-    python -P -m pipelines.sync.schedule CONFIG    # one pass, with its alarm; what cron runs
-
 Each pass is a process of its own, `layertap sync CONFIG --json`. Its memory goes back to the system, a crash ends one
 pass only, and each pass reads CONFIG again. Log files, random delays and watchdogs are left to the system; the guide
 shows how.
@@ -9,7 +7,6 @@ shows how.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -19,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from types import FrameType
@@ -30,13 +27,11 @@ from cronsim import CronSim
 from tzlocal import get_localzone  # distributions keep the zone's name in five files, which may contradict each other
 
 from extract.errors import InputError, LayertapError, first_line
-from extract.system.atomic_files import write_whole
 from pipelines.sync.config import ScheduleConfig, SyncFile, load_sync_file
 from pipelines.sync.status import local_time, read_runs
-from pipelines.terminal.error_output import print_error
 from pipelines.terminal.text_output import LAYERTAP, printable
 
-__all__ = ["PassRunner", "due_after", "run_once", "run_passes", "run_until_stopped", "time_zone"]
+__all__ = ["PassRunner", "due_after", "run_passes", "run_until_stopped", "time_zone"]
 
 _LOOK_S = 0.5  # between two looks at the clock
 _LOCKED = 4  # exit code of a pass whose data set another process has locked
@@ -51,28 +46,12 @@ def run_until_stopped(path: Path) -> None:
     """Run the passes of a config file until SIGTERM or Ctrl-C; then the running pass finishes its batch."""
     file = load_sync_file(path)
     time_zone(file.required_schedule)  # raises for an unknown zone now, not at the first due time
-    with _stopped_by_signals(PassRunner(file)) as runner:
-        run_passes(file, runner.run, lambda: runner.stopped)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")  # on stderr
+    runner = PassRunner(file)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, runner.stop)
+    run_passes(file, runner.run, lambda: runner.stopped)
     log.info("stopped")
-
-
-def run_once(path: Path) -> int:
-    """Run one pass of a config file, call the commands of `on_failure` if they are due, and return its exit code."""
-    with _stopped_by_signals(PassRunner(load_sync_file(path))) as runner:
-        code = runner.run()
-    return code if code >= 0 else 128 - code
-
-
-@contextlib.contextmanager
-def _stopped_by_signals(runner: PassRunner) -> Iterator[PassRunner]:
-    """Context manager: write the log to stderr; SIGTERM and Ctrl-C stop the runner."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    before = {number: signal.signal(number, runner.stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield runner
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run_passes(
@@ -171,7 +150,7 @@ class PassRunner:
     """Runs passes, and the commands of `on_failure` when a failure starts, changes or ends.
 
     A failure that lasts is reported once, not each minute; numbers in its message may change. It is reported again if a
-    command fails. What was reported is kept in the folder of the first data set, for the next scheduler.
+    command fails, and by the next scheduler.
 
     Args:
         file: the config file. Its commands of `on_failure` read from stdin what failed, as JSON, and the exit code from
@@ -186,10 +165,7 @@ class PassRunner:
         self.stopped = False
         self._path = file.path
         self._on_failure = file.required_schedule.on_failure
-        self._state = file.data_sets[0].folder / "schedule.json"
         self._reported = ""  # the failure that was reported last; empty: it has ended
-        with contextlib.suppress(OSError):
-            self._reported = self._state.read_text("utf-8", "replace")
         self._command = command or (*LAYERTAP, "sync", str(file.path), "--json")
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -220,7 +196,7 @@ class PassRunner:
             failure, before = _failure(code, data_sets), self._reported
             event = "ended" if not failure else "changed" if before else "started"
             if failure != before and self._call_on_failure(event, code, data_sets):
-                self._remember(failure)
+                self._reported = failure
         return code
 
     def _run_pass(self) -> tuple[int, list[dict[str, Any]]]:
@@ -238,14 +214,6 @@ class PassRunner:
             code, output = 1, b""
         self._process = None
         return code, _parse_output(output)
-
-    def _remember(self, failure: str) -> None:
-        self._reported = failure
-        with contextlib.suppress(OSError):  # it is reported again by the next scheduler
-            if not failure:
-                self._state.unlink(missing_ok=True)
-            elif (self._state.parent / "passes").is_dir():  # otherwise, the folder is not a data set of sync
-                write_whole(self._state, failure.encode())
 
     def _call_on_failure(self, event: str, code: int, data_sets: list[dict[str, Any]]) -> bool:
         """Run the commands of `on_failure`; return whether all succeeded; if not, the next pass runs them again."""
@@ -296,9 +264,5 @@ def _describe(data_set: dict[str, Any]) -> str:
     return f"{folder}: version {data_set.get('version')}: {counts}"
 
 
-if __name__ == "__main__":
-    try:
-        sys.exit(run_once(Path(sys.argv[1])))
-    except LayertapError as refused:
-        print_error(refused.message, refused.hint)
-        sys.exit(2)
+if __name__ == "__main__":  # a unit or a crontab of an earlier version
+    sys.exit(f"layertap: print it again: layertap sync {sys.argv[1]} --schedule --print systemd")

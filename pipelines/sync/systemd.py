@@ -53,9 +53,12 @@ def as_cron(file: SyncFile) -> str:
             f"{file.path}: cron runs passes at the times of the key `cron`, not after `every`",
             hint="write, for every 15 minutes, `cron: '*/15 * * * *'`",
         )
-    # One pass; with `on_failure`, one that also runs its commands.
-    start = [*LAYERTAP[:-1], "pipelines.sync.schedule"] if schedule.on_failure else [*LAYERTAP, "sync"]
-    command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*start, _path(file)])}".replace("%", r"\%")
+    if schedule.on_failure:
+        raise InputError(
+            f"{file.path}: cron runs a pass, not the commands of on_failure",
+            hint="use --print systemd; or leave them out, since cron sends by mail what a failed pass prints",
+        )
+    command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*LAYERTAP, 'sync', _path(file)])}".replace("%", r"\%")
     lines = ["# cron skips passes that were due while the machine was off; `layertap sync --schedule` catches up"]
     if schedule.timezone:
         lines += ["# cronie reads CRON_TZ; other crons use the machine's time zone", f"CRON_TZ={schedule.timezone}"]

@@ -350,35 +350,28 @@ def test_a_command_of_on_failure_that_hangs_is_killed(
 
 
 def test_a_failure_is_reported_when_it_starts_changes_and_ends(tmp_path: Path) -> None:
-    """The state outlives the scheduler, if there is a data set to keep it in."""
-    out, alarms = tmp_path / "out", tmp_path / "alarms"
+    alarms = tmp_path / "alarms"
     program = f"import pathlib; exec(pathlib.Path({str(tmp_path / 'pass.py')!r}).read_text())"
 
-    def events(*texts: str) -> list[str]:
+    def events(runner: PassRunner, *texts: str) -> list[str]:
         for text in texts:
             printed = json.dumps([{"out": "a", "error": text} if text else {"out": "a", "version": 1}])
             (tmp_path / "pass.py").write_text(f"print({printed!r}); raise SystemExit({int(bool(text))})")
-            runner_of(tmp_path, program, on_failure=f"(cat; echo) >> {alarms}").run()  # a scheduler of its own
+            runner.run()
         read = [json.loads(line) for line in alarms.read_text().splitlines()] if alarms.exists() else []
         alarms.unlink(missing_ok=True)
         return [f"{alarm['event']} {alarm['exit_code']} {alarm['data_sets'][0].get('error', '')}" for alarm in read]
 
-    out.mkdir()
-    (out / "passes").mkdir()
-    assert events("", "") == []
-    assert events("12 of 20 are gone", "13 of 20 are gone", "no disk", "no disk", "", "", "no disk") == [
+    runner = runner_of(tmp_path, program, on_failure=f"(cat; echo) >> {alarms}")
+    assert events(runner, "", "") == []
+    assert events(runner, "12 of 20 are gone", "13 of 20 are gone", "no disk", "no disk", "", "", "no disk") == [
         "started 1 12 of 20 are gone", "changed 1 no disk", "ended 0 ", "started 1 no disk",
     ]  # fmt: skip
     (tmp_path / "pass.py").write_text("raise SystemExit(1)")
+    runner = runner_of(tmp_path, program, on_failure=f"echo >> {alarms}; exit 7")
     for _ in range(2):  # a server that could not be reached is told again
-        runner_of(tmp_path, program, on_failure=f"echo >> {alarms}; exit 7").run()
+        runner.run()
     assert alarms.read_text() == "\n\n"
-    alarms.unlink()
-    assert events("no disk", "no disk") == []
-    (out / "passes").rmdir()
-    (out / "schedule.json").unlink()
-    assert len(events("no disk", "no disk")) == 2
-    assert not list(out.iterdir()), "nothing is written to a folder that is no data set"
 
 
 def test_a_pass_is_over_when_its_workers_are(tmp_path: Path) -> None:
@@ -579,21 +572,16 @@ def test_a_name_with_a_line_break_adds_no_line_to_a_unit_or_a_crontab(tmp_path: 
         assert "cannot name a file or a folder with a line break" in result.stderr
 
 
-def test_what_cron_runs_makes_a_pass_and_calls_on_failure(tmp_path: Path) -> None:
-    schedule = {"cron": "0 * * * *", "on_failure": f"(cat; echo; echo $LAYERTAP_EXIT_CODE) > '{tmp_path}/it failed'"}
+def test_what_cron_runs_is_a_pass(tmp_path: Path) -> None:
     where = {"images": str(tmp_path / "gone"), "out": str(tmp_path / "out")}
-    config = write(tmp_path / "50% off.yaml", schedule=schedule, **where)
+    config = write(tmp_path / "50% off.yaml", schedule={"cron": "0 * * * *"}, **where)
     crontab = layertap("schedule", config, "--print", "cron").stdout
     # cron runs what follows five fields, in which it reads \% as %.
-    of_cron = crontab.strip().splitlines()[-1].split(" ", 5)[5].replace(r"\%", "%")
-    assert of_cron.partition(" && ")[0] == shlex.join(["cd", str(Path.cwd())])
-    run = subprocess.run(of_cron, shell=True, capture_output=True, text=True)
+    command = crontab.strip().splitlines()[-1].split(" ", 5)[5].replace(r"\%", "%")
+    assert command.partition(" && ")[0] == shlex.join(["cd", str(Path.cwd())])
+    run = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert run.returncode == 1
-    alarm, code = (tmp_path / "it failed").read_text().splitlines()
-    assert "cannot read folder" in json.loads(alarm)["data_sets"][0]["error"]
-    assert code == "1"
     assert run.stderr.count("cannot read folder") == 1
-    assert " ERROR the pass failed with exit code 1" in run.stderr
 
 
 def test_cron_is_given_a_line_that_it_understands(tmp_path: Path) -> None:
@@ -607,6 +595,8 @@ def test_cron_is_given_a_line_that_it_understands(tmp_path: Path) -> None:
     CronSim(" ".join(last.split()[:5]), datetime.now(UTC))
 
 
-def test_times_that_cron_cannot_keep_are_refused(tmp_path: Path) -> None:
+def test_what_cron_cannot_do_is_refused(tmp_path: Path) -> None:
     config = write(tmp_path / "s.yaml", images="x", schedule={"every": "7m"})
     assert "`cron: '*/15 * * * *'`" in fails("schedule", config, "--print", "cron")
+    config = write(tmp_path / "s.yaml", images="x", schedule={"cron": "0 * * * *", "on_failure": "x"})
+    assert "cron runs a pass, not the commands of on_failure" in fails("schedule", config, "--print", "cron")
