@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError
+from extract.images.image_list import texts_hash
 from extract.store.format.dataset import DataSet, remove_strays, shard_rows_for
 from extract.store.format.kept_axes import copy_axes
 from extract.store.format.layout import RowNames
@@ -172,7 +172,7 @@ def _write(
     images = {
         "root": old_dataset.images["root"],
         "count": len(paths),
-        "paths_xxh3": xxhash.xxh3_128_hexdigest(b"\0".join(map(os.fsencode, paths))),
+        "paths_xxh3": texts_hash([paths]),
     }
     shard_rows = min(max(old_dataset.shard_rows, shard_rows_for(old_dataset.features)), len(paths))
     dataset = DataSet(folder, old_dataset.depends_on, old_dataset.features, images, shard_rows)

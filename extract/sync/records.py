@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
-from extract.images.image_list import labels_from_folders
+from extract.images.image_list import labels_from_folders, texts_hash
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.store.format.untrusted import dataset_in, open_untrusted
@@ -321,7 +320,7 @@ def publish(out: Path, root: str, records: Records, published: DataSet | None) -
         template = published or DataSet.open(pass_folder(out, passes[0]))
         number = 1 + (published.version.number if published and published.version else 0)
         rows_xxh3 = write_table(out, number, _columns(records, files, unused))
-        images = {"root": root, "count": len(files), "paths_xxh3": _hash_of_paths(files["path"])}
+        images = {"root": root, "count": len(files), "paths_xxh3": texts_hash([np.sort(files["path"]).tolist()])}
         version = Version(number, rows_xxh3, tuple(passes))
         shard_rows = shard_rows_for(template.features)
         published = DataSet(out, template.depends_on, template.features, images, shard_rows, version)
@@ -346,13 +345,6 @@ def _columns(records: Records, files: NDArray[Any], unused: NDArray[Any]) -> Map
         **{f"unused_{name}": _as_bytes(unused[name]) if name == "hash" else unused[name] for name in _UNUSED},
         "settings": np.frombuffer(json.dumps(settings).encode(), np.uint8),
     }  # fmt: skip
-
-
-def _hash_of_paths(paths: NDArray[np.bytes_]) -> str:
-    digest = xxhash.xxh3_128()
-    for number, path in enumerate(np.sort(paths, kind="stable").tolist()):
-        digest.update(b"\0" + path if number else path)
-    return digest.hexdigest()
 
 
 def _remove_unneeded(out: Path, records: Records, published: DataSet) -> None:

@@ -20,19 +20,6 @@ from pipelines.terminal.config import FROZEN, Seconds, Words, checked, read_yaml
 
 __all__ = ["ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
 
-_LOG = "the log goes to stderr: `layertap sync CONFIG --schedule 2>> FILE`, with logrotate, or the journal of systemd"
-
-# Keys of `schedule` in files of earlier versions, and what does the same.
-_GONE = {
-    "jitter": "name another minute on each machine",
-    "log": _LOG,
-    "log_max_bytes": _LOG,
-    "log_backup_count": _LOG,
-    "log_json": "OUT/runs.jsonl has a JSON object for each pass",
-    "heartbeat": "watch the age of OUT/runs.jsonl, which every pass changes",
-    "on_success": "let cron run `layertap sync CONFIG && COMMAND`",
-}
-
 
 class SyncConfig(FeaturesConfig):
     """Configuration of a data set and the folder that it follows."""
@@ -171,8 +158,6 @@ def load_sync_file(path: Path) -> SyncFile:
                 raise unknown_name("key", str(key), [*SyncConfig.model_fields, "data_sets", "schedule"], where)
         data_sets.append(checked(SyncConfig, merged, where))
     for key in schedule or {}:
-        if key in _GONE:
-            raise InputError(f"{path}, schedule: layertap no longer has the key {key!r}", hint=_GONE[key])
         if key not in ScheduleConfig.model_fields:
             raise unknown_name("key", str(key), ScheduleConfig.model_fields, f"{path}, schedule")
     outs: dict[Path, SyncConfig] = {}

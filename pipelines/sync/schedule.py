@@ -28,7 +28,7 @@ from tzlocal import get_localzone  # distributions keep the zone's name in five 
 
 from extract.errors import InputError, LayertapError, first_line
 from pipelines.sync.config import ScheduleConfig, SyncFile, load_sync_file
-from pipelines.sync.status import local_time, read_runs
+from pipelines.sync.status import describe_run, local_time, read_runs
 from pipelines.terminal.text_output import LAYERTAP, printable
 
 __all__ = ["PassRunner", "due_after", "run_passes", "run_until_stopped", "time_zone"]
@@ -37,7 +37,6 @@ _LOOK_S = 0.5  # between two looks at the clock
 _LOCKED = 4  # exit code of a pass whose data set another process has locked
 _COMMAND_S = 60  # time limit of a command of `on_failure`
 _SET_BACK = timedelta(seconds=60)  # smaller corrections of the clock are ignored
-_COUNTS = ("added", "changed", "renamed", "deleted", "failed", "unchanged", "waiting", "computed")
 
 log = logging.getLogger("layertap.schedule")
 
@@ -177,17 +176,14 @@ class PassRunner:
         if self._process is not None:
             self._process.terminate()
 
-    def run(self) -> int:
-        """Run a pass to its end, and call the commands of `on_failure` if they are due.
-
-        Returns:
-            the exit code of the pass; negative: the signal that killed it.
-        """
+    def run(self) -> None:
+        """Run a pass to its end, and call the commands of `on_failure` if they are due."""
         log.info("pass started")
         code, data_sets = self._run_pass()
         for data_set in data_sets:
             if "error" not in data_set:  # the pass itself has printed errors
-                log.info("%s", _describe(data_set))
+                folder, version = printable(data_set.get("out", "")), data_set.get("version")
+                log.info("%s: version %s: %s", folder, version, describe_run(data_set))
         if code == _LOCKED:
             log.warning("the pass was skipped: another process is at work on a data set")
         elif not self.stopped:
@@ -197,7 +193,6 @@ class PassRunner:
             event = "ended" if not failure else "changed" if before else "started"
             if failure != before and self._call_on_failure(event, code, data_sets):
                 self._reported = failure
-        return code
 
     def _run_pass(self) -> tuple[int, list[dict[str, Any]]]:
         """Return the exit code of a pass, and what it did for each data set."""
@@ -253,15 +248,6 @@ def _parse_output(output: bytes) -> list[dict[str, Any]]:
     except ValueError:
         return []
     return [item for item in content if isinstance(item, dict)] if isinstance(content, list) else []
-
-
-def _describe(data_set: dict[str, Any]) -> str:
-    """Return what a pass did for a data set, as one line."""
-    folder = printable(data_set.get("out", ""))
-    if data_set.get("stopped"):
-        return f"{folder}: stopped; what was computed is stored, and the next pass continues"
-    counts = ", ".join(f"{data_set[name]:,} {name}" for name in _COUNTS if name in data_set)
-    return f"{folder}: version {data_set.get('version')}: {counts}"
 
 
 if __name__ == "__main__":  # a unit or a crontab of an earlier version

@@ -19,7 +19,7 @@ from extract.system.atomic_files import bytes_below
 from extract.system.json_files import TIME, Text, read_json_lines
 from pipelines.terminal.text_output import counted, print_failures
 
-__all__ = ["describe_status", "local_time", "print_status", "read_runs"]
+__all__ = ["describe_run", "describe_status", "local_time", "print_status", "read_runs"]
 
 _LAST_RUNS = 10
 
@@ -107,20 +107,21 @@ def print_status(content: dict[str, Any], echo: Callable[[str], None]) -> None:
     if content["runs"]:
         echo("last runs")
         for run in content["runs"]:
-            echo(f"  {local_time(datetime.fromisoformat(run['started']))}  {_describe_run(run)}")
+            echo(f"  {local_time(datetime.fromisoformat(run['started']))}  {describe_run(run)}")
     failures = [(failure["path"], failure["status"], failure["reason"]) for failure in content["failures"]]
     print_failures(failures, Path(out), echo)
 
 
-def _describe_run(run: dict[str, Any]) -> str:
-    if run["event"] == "failed":
+def describe_run(run: dict[str, Any]) -> str:
+    """Return what a pass did, as one line."""
+    if run.get("event") == "failed":
         return f"FAILED after {run['seconds']:.1f} s: {run.get('error', '')}"
-    if run["event"] == "stopped":
-        return f"stopped after {run['seconds']:.1f} s"
+    if run.get("stopped"):
+        return f"stopped after {run.get('seconds', 0):.1f} s; the next pass continues"
     names = ("added", "changed", "renamed", "deleted")
     changes = ", ".join(f"{run[name]:,} {name}" for name in names if run.get(name)) or "nothing new"
     others = "".join(f", {run[name]:,} {name}" for name in ("failed", "waiting") if run.get(name))
-    return f"{changes}{others}; {run.get('computed', 0):,} computed, {run['seconds']:.1f} s"
+    return f"{changes}{others}; {run.get('computed', 0):,} computed, {run.get('seconds', 0):.1f} s"
 
 
 def local_time(at: datetime | None) -> str:

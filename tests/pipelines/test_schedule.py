@@ -293,7 +293,8 @@ def runner_of(tmp_path: Path, code: str, **schedule: Any) -> PassRunner:
 def test_what_a_pass_prints_is_logged_and_given_to_the_commands_of_on_failure(
     tmp_path: Path, messages: list[str]
 ) -> None:
-    printed = [{"out": "a\x1b[2J", "version": 3, "added": 1200}, {"out": "b", "error": "the disk is gone"}]
+    done = {"out": "a\x1b[2J", "version": 3, "added": 1200, "computed": 2, "seconds": 0.5}
+    printed = [done, {"out": "b", "error": "the disk is gone"}]
     code = f"import os; os.write(1, {json.dumps(printed)!r}.encode()); os._exit(3)"
     secret = f"cat > {tmp_path}/failed; echo $LAYERTAP_EXIT_CODE > {tmp_path}/code; exit 7 # password"
     runner_of(tmp_path, code, on_failure=[secret, f"touch {tmp_path}/second"]).run()
@@ -307,7 +308,7 @@ def test_what_a_pass_prints_is_logged_and_given_to_the_commands_of_on_failure(
     assert (tmp_path / "second").exists()
     assert messages == [
         "pass started",
-        "a\\x1b[2J: version 3: 1,200 added",
+        "a\\x1b[2J: version 3: 1,200 added; 2 computed, 0.5 s",
         "ERROR the pass failed with exit code 3",
         "ERROR command 1 of on_failure failed: CalledProcessError",
     ]
@@ -397,25 +398,6 @@ def test_a_signal_ends_the_running_pass_which_is_no_failure(tmp_path: Path, mess
 
 
 # the config file
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "hint"),
-    [
-        ("jitter", "5m", "another minute"),
-        ("log", "x.log", "2>> FILE"),
-        ("log_max_bytes", 0, "logrotate"),
-        ("log_backup_count", 4, "logrotate"),
-        ("log_json", True, "runs.jsonl"),
-        ("heartbeat", "x", "runs.jsonl"),
-        ("on_success", "x", "&& COMMAND"),
-    ],
-)
-def test_a_key_that_is_gone_is_refused_with_what_to_use(tmp_path: Path, key: str, value: Any, hint: str) -> None:
-    path = write(tmp_path / "s.yaml", images="x", schedule={"every": "1h", key: value})
-    text = fails("schedule", path)
-    assert f"s.yaml, schedule: layertap no longer has the key '{key}'" in text
-    assert hint in text
 
 
 def test_a_url_to_post_to_is_refused_and_not_repeated(tmp_path: Path) -> None:
