@@ -354,19 +354,17 @@ def overridden(preprocessing: Preprocessing, given: Mapping[str, Any]) -> Prepro
     size, crop = given.get("size", preprocessing.resize_px), given.get("crop", preprocessing.crop_px)
     crop = (crop, crop) if isinstance(crop, int) else (int(crop[0]), int(crop[1]))
     size = size if isinstance(size, int) else (int(size[0]), int(size[1]))
-    red, green, blue = map(float, given.get("mean", preprocessing.mean))
-    mean = red, green, blue
-    red, green, blue = map(float, given.get("std", preprocessing.std))
-    std = red, green, blue
-    if min(crop) < 1 or min([size] if isinstance(size, int) else size) < 1 or max(crop) > _MAX_SIDE_PX:
+    sides = (size, size) if isinstance(size, int) else size
+    if min(*crop, *sides) < 1 or max(*crop, *sides) > _MAX_SIDE_PX:
         raise InputError(f"size {size}, crop {crop}; expected 1 to {_MAX_SIDE_PX:,} pixels")
-    if max([size] if isinstance(size, int) else size) > _MAX_SIDE_PX:
-        raise InputError(f"size {size}; expected 1 to {_MAX_SIDE_PX:,} pixels")
-    if any(side < cut for side, cut in zip((size, size) if isinstance(size, int) else size, crop, strict=True)):
+    if any(side < cut for side, cut in zip(sides, crop, strict=True)):
         raise InputError(
             f"crop {crop} is larger than the picture after resizing to {size}", hint="give a larger --size"
         )
-    return Preprocessing(size, crop, interpolation, mean, std)
+    red, green, blue = map(float, given.get("mean", preprocessing.mean))
+    mean = red, green, blue
+    red, green, blue = map(float, given.get("std", preprocessing.std))
+    return Preprocessing(size, crop, interpolation, mean, (red, green, blue))
 
 
 def from_transform(transform: Transform, name: str) -> Preprocessing:

@@ -31,17 +31,9 @@ from extract.system.similar_paths import did_you_mean
 from extract.system.urls import is_http, is_url, without_query
 
 __all__ = [
-    "TABLES",
-    "Row",
-    "file_and_column",
-    "list_rows",
-    "list_table",
-    "opened",
-    "places_of",
-    "plain_path",
-    "read_table",
+    "TABLES", "Row", "file_and_column", "list_rows", "list_table", "opened", "places_of", "plain_path", "read_table",
     "stored_path",
-]
+]  # fmt: skip
 
 TABLES = (".csv", ".tsv", ".parquet")
 _TEXT, _WHOLE, _NUMBER = "text", "text or whole numbers", "text, numbers or booleans"

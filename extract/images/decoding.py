@@ -346,18 +346,15 @@ def check_decoders() -> None:
     Raises:
         MachineError: a decoder cannot be loaded, or does not decode a picture written by Pillow.
     """
-    pixels = np.arange(3 * 16 * 16, dtype=np.uint8).reshape(16, 16, 3)
     for kind in ("PNG", "JPEG"):
         file = io.BytesIO()
         try:
-            Image.fromarray(pixels).save(file, kind)
-            same_size = decode(file.getvalue()).size == (16, 16)
+            Image.new("RGB", (16, 16)).save(file, kind)
+            decode(file.getvalue())
         except MachineError:
             raise
         except Exception as error:
             raise MachineError(f"Pillow cannot decode {kind} on this machine: {first_line(error)}") from error
-        if not same_size:
-            raise MachineError(f"Pillow decodes {kind} wrongly on this machine")
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from extract.credentials import without_credentials
-from extract.errors import InputError, LayertapError, first_line
+from extract.errors import InputError, LayertapError
 from extract.images.archives import ARCHIVES, list_archives
 from extract.images.arrays import list_array, split_name
 from extract.images.csv_lists import TABLES, list_table
@@ -32,18 +32,9 @@ from extract.system.similar_paths import did_you_mean, folder_or_list
 from extract.system.urls import file_system, is_http, is_missing, is_url, server_answer, without_query
 
 __all__ = [
-    "check_exists",
-    "entries_below",
-    "files_behind",
-    "files_below",
-    "in_byte_order",
-    "is_plan",
-    "kind_of",
-    "list_images",
-    "listed_again",
-    "no_images",
-    "some_of",
-]
+    "check_exists", "entries_below", "files_behind", "files_below", "in_byte_order", "is_plan", "kind_of",
+    "list_images", "listed_again", "no_images", "some_of",
+]  # fmt: skip
 
 _MOST_ARCHIVES = 1_000_000
 _ARRAYS = (".npy", ".h5", ".hdf5")
@@ -202,12 +193,10 @@ def _matches_behind(pattern: str) -> list[str]:
         LayertapError: the folder cannot be listed.
     """
     fs, path = file_system(pattern)
-    try:
-        return [str(fs.unstrip_protocol(match)) for match in sorted(fs.glob(path))]
-    except Exception as error:  # each protocol's library raises its own errors
-        if is_missing(pattern, error):
-            return []
-        raise LayertapError(f"{pattern} cannot be listed: {server_answer(error)}") from error
+    matches: list[str] = []
+    with _errors_of_listing(pattern, may_be_missing=True):
+        matches += sorted(fs.glob(path))
+    return [str(fs.unstrip_protocol(match)) for match in matches]
 
 
 def _in_braces(pattern: str) -> list[str]:
@@ -444,11 +433,11 @@ def files_behind(url: str) -> Iterator[str]:
 def _errors_of_listing(where: str, may_be_missing: bool = False) -> Iterator[None]:
     try:
         yield
-    except FileNotFoundError as error:
+    except Exception as error:  # each protocol's library raises its own errors
+        if not is_missing(where, error):
+            raise LayertapError(f"{where} cannot be listed: {server_answer(error)}") from error
         if not may_be_missing:
             raise InputError(f"{where}: no such folder or file") from error
-    except Exception as error:  # each protocol's library raises its own errors
-        raise LayertapError(f"{where} cannot be listed: {type(error).__name__}: {first_line(error)}") from error
 
 
 def no_images(where: str, left_out: Counter[str]) -> InputError:

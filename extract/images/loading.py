@@ -43,15 +43,8 @@ from extract.images.sources import UNKNOWN, BrokenListError, ImageSource, Unreac
 from extract.row_status import Status
 
 __all__ = [
-    "Batch",
-    "Batches",
-    "DeadWorkerError",
-    "Decoding",
-    "KeptBatches",
-    "Load",
-    "load_batches",
-    "stop_on_machine_errors",
-]
+    "Batch", "Batches", "DeadWorkerError", "Decoding", "KeptBatches", "Load", "load_batches", "stop_on_machine_errors",
+]  # fmt: skip
 
 _LOOK_S = 1  # between looks for dead workers; from a process closing its files to its exit
 _SUSPECT = 32  # consecutive images with the same failure, unlikely to be their own; fewer may be dead links

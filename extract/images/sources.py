@@ -23,18 +23,9 @@ from extract.images.decoding import decode
 from extract.system.urls import file_system, http_status, is_http, is_url, reference, server_answer
 
 __all__ = [
-    "UNKNOWN",
-    "BrokenListError",
-    "Chosen",
-    "Files",
-    "ImageSource",
-    "PackedNames",
-    "TooLargeError",
-    "UnreachableError",
-    "check_file_size",
-    "read_remote",
-    "suffix_of",
-]
+    "UNKNOWN", "BrokenListError", "Chosen", "Files", "ImageSource", "PackedNames", "TooLargeError", "UnreachableError",
+    "check_file_size", "read_remote", "suffix_of",
+]  # fmt: skip
 
 UNKNOWN = -1  # in place of a modification time
 
