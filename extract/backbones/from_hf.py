@@ -52,20 +52,11 @@ __all__ = ["describe", "load", "load_text_tower", "locate", "names"]
 _CLASSIFIES = "ForImageClassification"
 # Fields of a configuration that do not affect the features.
 _NO_SETTINGS = {
-    "_name_or_path",
-    "transformers_version",
-    "torch_dtype",
-    "dtype",
-    "id2label",
-    "label2id",
-    "architectures",
-}
+    "_name_or_path", "transformers_version", "torch_dtype", "dtype", "id2label", "label2id", "architectures",
+}  # fmt: skip
 _WEIGHTS_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
 _BY_HAND = ("config.json", "preprocessor_config.json", "model.safetensors")
 
 

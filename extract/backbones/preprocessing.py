@@ -225,26 +225,13 @@ def from_timm(model: torch.nn.Module) -> Preprocessing:
     _, height, width = config["input_size"]
     # timm resizes the shorter side to input size / crop_pct, rounded down (timm.data.transforms_factory).
     resize = int(height / config["crop_pct"])
-    described = Preprocessing(
-        resize_px=resize,
-        crop_px=(height, width),
-        interpolation=config["interpolation"],
-        mean=tuple(config["mean"]),
-        std=tuple(config["std"]),
-    )
-    return _checked(described, transform)
+    return _checked(transform, resize, (height, width), config["interpolation"], config["mean"], config["std"])
 
 
 def from_torchvision(transform: Any) -> Preprocessing:
     """Return the preprocessing of a torchvision weights entry (`weights.transforms()`)."""
-    described = Preprocessing(
-        resize_px=transform.resize_size[0],
-        crop_px=(transform.crop_size[0], transform.crop_size[0]),
-        interpolation=transform.interpolation.value,
-        mean=tuple(transform.mean),
-        std=tuple(transform.std),
-    )
-    return _checked(described, transform)
+    resize, crop = transform.resize_size[0], transform.crop_size[0]
+    return _checked(transform, resize, (crop, crop), transform.interpolation.value, transform.mean, transform.std)
 
 
 def from_open_clip(settings: Mapping[str, Any]) -> Preprocessing:
@@ -253,14 +240,8 @@ def from_open_clip(settings: Mapping[str, Any]) -> Preprocessing:
 
     transform: Transform = image_transform_v2(PreprocessCfg(**settings), is_train=False)
     height, width = [settings["size"]] * 2 if isinstance(settings["size"], int) else settings["size"]
-    described = Preprocessing(
-        resize_px=(height, width) if settings.get("resize_mode") == "squash" else min(height, width),
-        crop_px=(height, width),
-        interpolation=settings["interpolation"],
-        mean=tuple(settings["mean"]),
-        std=tuple(settings["std"]),
-    )
-    return _checked(described, transform)
+    resize = (height, width) if settings.get("resize_mode") == "squash" else min(height, width)
+    return _checked(transform, resize, (height, width), settings["interpolation"], settings["mean"], settings["std"])
 
 
 _NO_SETTINGS = {"image_processor_type", "feature_extractor_type", "processor_class"}  # these only repeat the class
@@ -288,16 +269,12 @@ def from_hf(processor: Any) -> Preprocessing:
     size, crop = (dict(getattr(processor, name, None) or {}) for name in ("size", "crop_size"))
     try:
         resize: Any = size.get("shortest_edge") or _height_width(size)
-        described = Preprocessing(
-            resize_px=resize,
-            crop_px=_height_width(crop if processor.do_center_crop else size),
-            interpolation=_OF_PILLOW[int(processor.resample)],
-            mean=tuple(processor.image_mean),
-            std=tuple(processor.image_std),
-        )
+        cropped = _height_width(crop if processor.do_center_crop else size)
+        interpolation = _OF_PILLOW[int(processor.resample)]
+        mean, std = tuple(processor.image_mean), tuple(processor.image_std)
     except (AttributeError, KeyError, TypeError, ValueError):  # the processor has other settings
         return from_transform(transform, str(transform))
-    return _checked(described, transform)
+    return _checked(transform, resize, cropped, interpolation, mean, std)
 
 
 def _height_width(size: Mapping[str, Any]) -> tuple[int, int]:
@@ -420,11 +397,14 @@ def _random_states() -> tuple[bytes, str, str]:
     return bytes(torch.get_rng_state().numpy()), numpy_text, str(random.getstate())
 
 
-def _checked(described: Preprocessing, transform: Transform) -> Preprocessing:
-    """Return `described` if it reproduces the library's own transform, else preprocessing that calls this transform.
+def _checked(
+    transform: Transform, resize: Any, crop: tuple[int, int], interpolation: str, mean: Any, std: Any
+) -> Preprocessing:
+    """Return the described preprocessing if it reproduces a library's transform, else one that calls the transform.
 
     Most image processors of transformers resize tensors with torchvision. Pillow would give other pixels.
     """
+    described = Preprocessing(resize, crop, interpolation, tuple(mean), tuple(std))
     for size in ((361, 247), (57, 83)):  # one picture is reduced, one enlarged; neither is square
         picture = _test_picture(size)
         try:

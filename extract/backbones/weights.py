@@ -313,12 +313,10 @@ def load_state(
         # Not random numbers: their output could be stored by mistake, and the fingerprint would depend on the seed.
         model.set_submodule(classifier, nn.Identity())
         model.load_state_dict(trunk_state)
-        unused = [name for name in state if name not in trunk_state]
-        note = (
-            f"; {len(unused)} tensors were left out: {', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}"
-            if unused
-            else ""
-        )
+        note = ""
+        if unused := [name for name in state if name not in trunk_state]:
+            more = ", ..." if len(unused) > 5 else ""
+            note = f"; {len(unused)} tensors were left out: {', '.join(unused[:5])}{more}"
         return (f"without its classifier {classifier!r}, which is replaced by an identity{note}",)
     lines = [
         f"  {len(names)} {problem}: " + ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -49,13 +49,10 @@ def as_picture(picture: Any, given: str) -> Image.Image:
         picture = picture[:, :, 0] if picture.ndim == 3 and picture.shape[2] == 1 else picture
     if isinstance(picture, np.ndarray):
         if picture.dtype != np.uint8:
-            is_numeric = picture.dtype.kind in "fiu" and picture.size
-            raise InputError(
-                f"{given} is an array of {picture.dtype}; expected uint8, 0 to 255",
-                hint=conversion("pictures", "pictures = {}", float(picture.min()), float(picture.max()))
-                if is_numeric
-                else "",
-            )
+            hint = ""
+            if picture.dtype.kind in "fiu" and picture.size:
+                hint = conversion("pictures", "pictures = {}", float(picture.min()), float(picture.max()))
+            raise InputError(f"{given} is an array of {picture.dtype}; expected uint8, 0 to 255", hint=hint)
         if picture.ndim not in (2, 3) or (picture.ndim == 3 and picture.shape[2] not in (3, 4)) or not picture.size:
             raise InputError(f"{given} is an array of shape {picture.shape}; expected (H, W, 3) or (H, W)")
         picture = Image.fromarray(np.ascontiguousarray(picture))
