@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from extract.analysis.network.ablation import Ablation, Effect
 from extract.analysis.network.activation_statistics import Statistics
-from extract.analysis.network.reports import TensorReport
 from extract.analysis.network.inspection import Inspection
+from extract.analysis.network.reports import TensorReport
 from pipelines.terminal.figures import COLOURS, drawable, new_figure, save_figure
 
 __all__ = [

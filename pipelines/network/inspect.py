@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from extract.analysis.network.ablation import Ablation, ablation, mean_activations
-from extract.analysis.network.reports import Finding, TensorReport, layer_table
 from extract.analysis.network.inspection import Inspection, Loss, inspect_model
 from extract.analysis.network.plain_modules import scores_of
+from extract.analysis.network.reports import Finding, TensorReport, layer_table
 from extract.backbones.user_code import function_from, importing_from
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import choose_features
