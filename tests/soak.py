@@ -130,12 +130,9 @@ def main() -> None:
         root.mkdir()
         (home / "tiny.py").write_text(CODE)
         (home / "hook.py").write_text(HOOK)
-        settings = (
-            f"backbone: python/{home}/tiny.py:tiny\nlayers: [conv, fc]\nworkers: 0\nbatch_size: 16\nshard_rows: 64\n"
-        )
         config.write_text(
-            f"images: {root}\nout: {out}\n{settings}shard_rows: 64\nsettle: 0.5\nmax_vanish: 1\nretry_after: 30s\n"
-            "keep_gone: 60s\n"
+            f"images: {root}\nout: {out}\nbackbone: python/{home}/tiny.py:tiny\nlayers: [conv, fc]\nworkers: 0\n"
+            "batch_size: 16\nshard_rows: 64\nsettle: 0.5\nmax_vanish: 1\nretry_after: 30s\nkeep_gone: 60s\n"
             f"schedule: {{every: 3s, on_failure: {sys.executable} {home}/hook.py {alarms}}}\n"
         )
         people = People(root, args.seed)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -197,8 +195,7 @@ def fail(tell: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "reason"),
-    [(sleep, "more than 0.3 s"), (fill_memory, "GB of memory"), (fail, "the process died")],
+    ("function", "reason"), [(sleep, "more than 0.3 s"), (fill_memory, "GB of memory"), (fail, "the process died")]
 )
 def test_a_process_is_stopped_at_its_limits(function: Callable[..., None], reason: str) -> None:
     told: list[str] = []
@@ -207,29 +204,6 @@ def test_a_process_is_stopped_at_its_limits(function: Callable[..., None], reaso
     with pytest.raises(LimitError, match=reason):
         run_limited(function, seconds=seconds, memory_bytes=memory, update=told.append)
     assert told == (["started"] if function is sleep else [])
-
-
-@pytest.mark.slow
-def test_a_census_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import timm
-
-    from benchmarks.census.__main__ import main
-
-    out = tmp_path / "results.jsonl"
-    command = ["census", str(out), "--library", "timm", "--only", "timm/test_convnext?"]
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr(sys, "argv", [*command, "--limit", "1"])
-    main()
-    with out.open("a") as file:
-        file.write('{"library": "timm", "name": "tes')  # of a process that was killed while it wrote
-    monkeypatch.setattr(sys, "argv", command)
-    main()
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    names = [line["name"] for line in lines if "about" not in line]
-    assert sorted(names) == sorted(timm.list_models("test_convnext?"))
-    assert len(set(names)) == 2
-    assert all(not line.get("wrong") for line in lines)
 
 
 def test_the_page_is_the_one_that_the_results_give() -> None:

@@ -35,7 +35,4 @@ def test_decoding_and_resizing_are_no_part_of_the_benchmark(monkeypatch: pytest.
     assert rate > 0
     assert stages.keys() == {"images", "forward", "write"}
     assert bare(backbone, torch.from_numpy(pool), options) > 0
-
-
-def test_the_main_process_is_measured() -> None:
     assert np.isfinite(main_process_us(32, 16, workers=1, batch_size=4))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import subprocess
 import sys
@@ -83,17 +82,6 @@ def test_commands_that_are_printed_or_started_run_beside_a_package_that_hides_pi
         shown = subprocess.run([*command, "--version"], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert shown.returncode == 0, shown.stderr
         assert shown.stdout.endswith(", version 0.1.0\n")
-
-
-def test_the_command_runs_without_full_garbage_collections(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = gc.get_threshold()
-    monkeypatch.setattr(sys, "argv", ["layertap", "--version"])
-    try:
-        with pytest.raises(SystemExit):
-            layertap.main()
-        assert gc.get_threshold() == (*before[:2], 1000)
-    finally:
-        gc.set_threshold(*before)
 
 
 def test_completion_in_a_notebook_has_the_public_names_alone() -> None:

@@ -20,7 +20,6 @@ from torch import nn
 
 from extract import FeatureReader, InputError, UnknownNameError, load_backbone, load_text_tower
 from extract.backbones.backbone import Entry, LoadedBackbone, LoadRequest, TextTower
-from extract.backbones.loading import permitted
 from extract.backbones.preprocessing import Preprocessing
 from extract.backbones.sources import SOURCES, BackboneSource
 from extract.backbones.weights import Weights
@@ -81,11 +80,16 @@ def test_a_source_is_listed_and_named_in_errors(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("toy")
-def test_a_source_gives_layers_features_and_texts(folder: Path, tmp_path: Path) -> None:
+def test_a_source_gives_layers_features_and_texts_and_its_code_runs_only_if_the_user_names_it(
+    folder: Path, tmp_path: Path
+) -> None:
     assert layertap("layers", "toy/net").exit_code == 0
     assert load_backbone("toy/net", device="cpu").features([make_picture(1)])["embedding"].shape == (1, 8)
     assert load_text_tower("toy/net", device="cpu").features("a bee").tolist() == [[5.0]]
-    assert layertap("embed", folder, "-b", "toy/net", "-o", tmp_path / "out", "--workers", 0).exit_code == 0
+    out = tmp_path / "out"
+    assert layertap("embed", folder, "-b", "toy/net", "-o", out, "--workers", 0, "--device", "cpu").exit_code == 0
+    assert "name the backbone: --backbone toy/net" in fails("verify", out, "--sample", 2)
+    assert layertap("verify", out, "--sample", 2, "-b", "toy/net").exit_code == 0
 
 
 def test_layers_are_listed_with_random_weights_only_where_a_source_permits_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,16 +103,6 @@ def test_layers_are_listed_with_random_weights_only_where_a_source_permits_it(mo
         monkeypatch.setitem(SOURCES, "toy", BackboneSource(noted, runs_code=False, same_layers_at_random=permits))
         assert layertap("layers", "toy/net").exit_code == 0
     assert asked_for == ["random", None]
-
-
-@pytest.mark.usefixtures("toy")
-def test_a_source_that_runs_code_is_loaded_only_if_the_user_names_it(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert layertap("embed", folder, "-b", "toy/net", "-o", out, "--workers", 0, "--device", "cpu").exit_code == 0
-    assert "name the backbone: --backbone toy/net" in fails("verify", out, "--sample", 2)
-    assert layertap("verify", out, "--sample", 2, "-b", "toy/net").exit_code == 0
-    with pytest.raises(InputError, match="runs its code"):
-        permitted("toy/net", None, out)
 
 
 def test_whether_a_source_runs_code_has_no_default() -> None:
@@ -146,16 +140,16 @@ def test_a_pooling_is_computed_stored_and_named_in_errors(
     assert "use mean_map, max_map, std_map, meanstd, gem[P], tokens, gridG or spread" in said
 
 
-def test_a_pooling_that_fits_all_layouts_may_keep_their_axes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_a_pooling_of_all_layouts_may_keep_their_axes_and_another_have_numbers_in_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(POOLINGS, "half", Pooling(lambda x, layout: x / 2, None, result=lambda layout: layout))
-    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
-    features = backbone.features([make_picture(1)], layers=["conv1:half", "conv1:none"])
-    assert np.array_equal(features["conv1:half"] * 2, features["conv1:none"])
-    quarter = backbone.features([make_picture(1)], layers=["conv1:half:half:mean_map", "conv1:mean_map"])
-    assert np.allclose(quarter["conv1:half:half:mean_map"] * 4, quarter["conv1:mean_map"], rtol=1e-6)
+    backbone, layers = load_backbone("timm/test_resnet", weights="random", device="cpu"), ["half", "none", "mean_map"]
+    layers = [f"conv1:{pooling}" for pooling in (*layers, "half:half:mean_map")]
+    half, none, mean, quarter = backbone.features([make_picture(1)], layers=layers).values()
+    assert np.array_equal(half * 2, none)
+    assert np.allclose(quarter * 4, mean, rtol=1e-6)
 
-
-def test_a_pooling_may_have_numbers_in_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def rank(numbers: tuple[str | None, ...], layout: Layout, shape: tuple[int, ...]) -> tuple[str, dict[str, int]]:
         if int(numbers[0] or 0) >= shape[1] * shape[2]:
             raise InputError(f"rank{numbers[0]} does not fit {shape[1] * shape[2]} positions")
@@ -165,7 +159,6 @@ def test_a_pooling_may_have_numbers_in_its_name(monkeypatch: pytest.MonkeyPatch)
         return x.flatten(2).sort(2, descending=True).values[:, :, rank]
 
     monkeypatch.setitem(POOLINGS, "rankR", Pooling(ranked, "map", form=r"rank(\d+)", arguments=rank))
-    backbone = load_backbone("timm/test_resnet", weights="random", device="cpu")
     features = backbone.features([make_picture(1)], layers=["layer4:rank0", "layer4:rank1:srp4", "layer4:max_map"])
     assert list(features) == ["layer4:rank0", "layer4:rank1:srp4", "layer4:max_map"]
     assert np.array_equal(features["layer4:rank0"], features["layer4:max_map"])

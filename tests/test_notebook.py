@@ -53,14 +53,9 @@ def test_a_progress_bar_in_a_notebook_is_a_widget_that_ends_full(tmp_path: Path)
     executed = run_notebook(path, tmp_path)
     (output,) = executed.cells[0].outputs
     assert "application/vnd.jupyter.widget-view+json" in output["data"]
-    widgets = [
-        state["state"]
-        for state in executed.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"].values()
-    ]
+    models = executed.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"].values()
+    widgets = [model["state"] for model in models]
     (bar,) = [state for state in widgets if state.get("_view_name") == "ProgressView"]
     assert (bar["value"], bar["max"], bar["bar_style"]) == (3, 3, "success")
-    assert any(
-        "3/3" in state.get("value", "") and "images/s" in state["value"]
-        for state in widgets
-        if isinstance(state.get("value"), str)
-    )
+    texts = [state["value"] for state in widgets if isinstance(state.get("value"), str)]
+    assert any("3/3" in text and "images/s" in text for text in texts)

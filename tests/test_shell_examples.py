@@ -200,7 +200,8 @@ def small_networks() -> Iterator[None]:
         for name in ("resnet18", "resnet50"):
             patch.setitem(_api.BUILTIN_MODELS, name, small_resnet(_api.BUILTIN_MODELS[name]))
         name = "vit_small_patch16_224"
-        patch.setitem(of_timm._model_entrypoints, name, functools.partial(of_timm.model_entrypoint(name), depth=2))
+        small = functools.partial(of_timm.model_entrypoint(name), depth=2, embed_dim=48, num_heads=3)
+        patch.setitem(of_timm._model_entrypoints, name, small)
         yield
 
 
@@ -229,11 +230,13 @@ def caches(small_networks: None, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES_TO_RUN)
+@pytest.mark.usefixtures("few_strengths")
 def test_the_shell_examples_of_a_page_run(
     page: str, start: Path, data_sets: Path, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Classes of random pictures are not separable, and fits of all strengths would take 1,000 steps.
     monkeypatch.setattr(logistic, "MAX_ITERATIONS", 20)
+    monkeypatch.setattr("pipelines.probe.probe_figures.save_figure", lambda figure, path: path)  # not drawn
     monkeypatch.setenv("TORCH_HOME", str(caches / "torch"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for module in (constants, file_download):

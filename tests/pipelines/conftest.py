@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,14 @@ def _figures_of_probes_are_made_but_not_drawn(request: pytest.FixtureRequest, mo
     """Drawing takes longer than the probes do."""
     if "figures" not in request.fixturenames:
         monkeypatch.setattr("pipelines.probe.probe_figures.save_figure", lambda figure, path: path)
+
+
+def until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait until something holds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def copy_of(data_set: Path, copy: Path, images: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 from pathlib import Path
@@ -19,7 +18,8 @@ from pipelines.compare import job
 from pipelines.data_sets.report.probe_results import predictions_of, probes
 from pipelines.probe.job import ProbeRun
 from pipelines.probe.labelling import Labelling
-from tests.pipelines.test_cli import SMALL, layertap
+from tests.pipelines.test_cli import SMALL, layertap, succeeds
+from tests.pipelines.test_probe_masks import table
 
 pytestmark = pytest.mark.usefixtures("few_strengths")
 COLOURS = {"ant": (220, 40, 40), "bee": (40, 220, 40), "cat": (40, 40, 220), "aye": (220, 220, 40)}
@@ -46,14 +46,8 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in names:
             draw(root / "photos" / "c" / split / name, name, 4, {"train": 2, "test": 3}[split])
     for name in "abc":
-        made = layertap("embed", root / "photos" / name, "-o", root / name, *SMALL, "-l", "layer1")
-        assert made.exit_code == 0, made.output
+        succeeds("embed", root / "photos" / name, "-o", root / name, *SMALL, "-l", "layer1")
     return root
-
-
-def rows_of(table: Path) -> list[dict[str, str]]:
-    with table.open() as file:
-        return list(csv.DictReader(file))
 
 
 def called(path: str) -> str:
@@ -65,18 +59,17 @@ def test_splits_of_which_one_lacks_a_class_join_the_others_by_name(sets: Path, t
     with FeatureReader(sets / "c") as reader:
         assert reader.classes == ["aye", "bee", "cat"]
         assert [reader.classes[label] for label in reader.labels] == [called(path) for path in reader.paths]
-    assert layertap("probe", sets / "c", "-o", tmp_path / "res").exit_code == 0
-    rows = rows_of(tmp_path / "res" / "predictions.csv")
+    succeeds("probe", sets / "c", "-o", tmp_path / "res")
+    rows = table(tmp_path / "res" / "predictions.csv")
     assert [row["label"] for row in rows] == [called(row["path"]) for row in rows]
     assert {row["predicted"] for row in rows if row["label"] == "cat"} == {"cat"}  # 1 of aye, cat; 2 of all
     assert {row["predicted"] for row in rows} <= {"aye", "cat"}
 
 
 def test_a_probe_predicts_names_on_a_data_set_with_other_classes(sets: Path, tmp_path: Path) -> None:
-    saved = layertap("probe", sets / "a", "--save", tmp_path / "a.safetensors", "-o", tmp_path / "res")
-    assert saved.exit_code == 0, saved.output
-    assert layertap("predict", tmp_path / "a.safetensors", sets / "b", "-o", tmp_path / "b.csv").exit_code == 0
-    rows = rows_of(tmp_path / "b.csv")
+    succeeds("probe", sets / "a", "--save", tmp_path / "a.safetensors", "-o", tmp_path / "res")
+    succeeds("predict", tmp_path / "a.safetensors", sets / "b", "-o", tmp_path / "b.csv")
+    rows = table(tmp_path / "b.csv")
     assert [row["predicted"] for row in rows] == [called(row["path"]) for row in rows]  # bee is 0 in b, 1 in the probe
     probe = LinearProbe.load(tmp_path / "a.safetensors")
     with FeatureReader(sets / "b") as reader:
@@ -87,8 +80,8 @@ def test_a_probe_predicts_names_on_a_data_set_with_other_classes(sets: Path, tmp
 
 
 def test_two_data_sets_are_probed_by_the_names_of_their_classes(sets: Path, tmp_path: Path) -> None:
-    assert layertap("probe", sets / "a", sets / "b", "-o", tmp_path / "res").exit_code == 0
-    rows = rows_of(tmp_path / "res" / "predictions.csv")
+    succeeds("probe", sets / "a", sets / "b", "-o", tmp_path / "res")
+    rows = table(tmp_path / "res" / "predictions.csv")
     assert {row["data_set"] for row in rows} == {"a", "b"}
     assert [row["label"] for row in rows] == [row["predicted"] for row in rows] == [called(row["path"]) for row in rows]
 
@@ -96,7 +89,7 @@ def test_two_data_sets_are_probed_by_the_names_of_their_classes(sets: Path, tmp_
 def test_images_in_other_classes_are_the_same_images_in_diff(sets: Path, tmp_path: Path) -> None:
     for name, other in (("ant", "zoo"), ("bee", "bee"), ("cat", "aye")):
         shutil.copytree(sets / "photos" / "a" / name, tmp_path / "photos" / other)
-    assert layertap("embed", tmp_path / "photos", "-o", tmp_path / "renamed", *SMALL, "-l", "layer1").exit_code == 0
+    succeeds("embed", tmp_path / "photos", "-o", tmp_path / "renamed", *SMALL, "-l", "layer1")
     content = json.loads(layertap("diff", sets / "a", tmp_path / "renamed", "--json").stdout)
     assert content["images"] == {"in_both": 24, "only_in_first": 0, "only_in_second": 0}
     assert content["features"]["layer1"]["least"] == pytest.approx(1, abs=1e-6)
@@ -105,10 +98,10 @@ def test_images_in_other_classes_are_the_same_images_in_diff(sets: Path, tmp_pat
 def test_a_report_shows_the_predictions_of_a_probe_by_name(sets: Path, tmp_path: Path) -> None:
     with FeatureReader(sets / "a") as reader:
         paths, fingerprint = reader.paths[:], reader.fingerprint
-    table = tmp_path / "renamed.csv"  # ant, bee, cat -> zoo, bee, aye: their order is reversed
+    file = tmp_path / "renamed.csv"  # ant, bee, cat -> zoo, bee, aye: their order is reversed
     names = {"ant": "zoo", "bee": "bee", "cat": "aye"}
-    table.write_text("path,label\n" + "".join(f"{path},{names[called(path)]}\n" for path in paths))
-    assert layertap("probe", sets / "a", "--labels", table, "-o", tmp_path / "res").exit_code == 0
+    file.write_text("path,label\n" + "".join(f"{path},{names[called(path)]}\n" for path in paths))
+    succeeds("probe", sets / "a", "--labels", file, "-o", tmp_path / "res")
     results, _ = probes(sets / "a", [tmp_path / "res"])
     _, shown, _ = predictions_of(results, fingerprint, "layer1", paths)
     assert shown

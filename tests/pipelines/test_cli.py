@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import get_args
 
@@ -22,8 +21,10 @@ from extract.store.format.dataset import DataSet
 from pipelines.cli import main
 from pipelines.embed.config import EmbedConfig
 from pipelines.probe.config import ProbeConfig
+from pipelines.sync.config import load_sync_file
 from pipelines.terminal.config import load_config
 from tests.conftest import make_picture
+from tests.pipelines.conftest import until
 
 SMALL = [
     "-b", "timm/test_resnet", "--weights", "random", "--workers", "0", "--device", "cpu",
@@ -35,6 +36,12 @@ def layertap(*arguments: object) -> Result:
     result = CliRunner().invoke(main, [str(argument) for argument in arguments])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception  # a traceback, which a user never sees for a mistake of his own
+    return result
+
+
+def succeeds(*arguments: object) -> Result:
+    result = layertap(*arguments)
+    assert result.exit_code == 0, result.output
     return result
 
 
@@ -52,8 +59,7 @@ def fails(*arguments: object, code: int = 2) -> str:
 
 def test_embed_writes_a_data_set_and_tells_what_it_did(folder: Path, tmp_path: Path) -> None:
     arguments = ["embed", folder, "-o", tmp_path / "out", *SMALL, "-l", "layer4", "-l", "layer?:max_map", "--limit", 12]
-    result = layertap(*arguments)
-    assert result.exit_code == 0
+    result = succeeds(*arguments)
     assert "12 in" in result.stderr
     assert "3 classes" in result.stderr
     assert "chosen by auto" in result.stderr
@@ -65,16 +71,14 @@ def test_embed_writes_a_data_set_and_tells_what_it_did(folder: Path, tmp_path: P
         assert reader.layers == [
             "layer4:mean_map", "layer1", "layer2", "layer3", "layer4:max_map",
         ]  # fmt: skip
-    again = layertap(*arguments)
-    assert again.exit_code == 0
-    assert "is complete: all 12 rows were done before; nothing to do" in again.stdout
+    assert "is complete: all 12 rows were done before; nothing to do" in succeeds(*arguments).stdout
 
 
 def test_the_defaults_are_the_bundled_embedding_under_outputs(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert layertap("embed", folder, "--limit", 1).exit_code == 0
+    succeeds("embed", folder, "--limit", 1)
     with FeatureReader("outputs/pictures") as reader:
         assert reader.layers == ["embedding"]
         assert reader["embedding"].shape == (1, 1280)
@@ -110,9 +114,7 @@ def test_failed_images_are_named_at_the_end_and_strict_makes_it_an_exit_code(fol
     assert "  bee/new\\nline.jpg: missing: no such file\n" in result.stdout
     assert layertap(*arguments, tmp_path / "out", "--strict").exit_code == 3  # and the second time
 
-    result = layertap(*arguments, tmp_path / "other", "--json")
-    assert result.exit_code == 0
-    summary = json.loads(result.stdout)
+    summary = json.loads(succeeds(*arguments, tmp_path / "other", "--json").stdout)
     status = {"ok": 11, "decode error": 2, "missing": 1}
     assert (summary["rows"], summary["computed"], summary["status"]) == (14, 14, status)
     first = {"row": 0, "path": "ant/00.png", "status": "decode error", "reason": "empty file"}
@@ -137,6 +139,9 @@ def test_the_configurations_that_come_with_it_are_valid() -> None:
     folder = Path(__file__).parents[2] / "configs"
     assert load_config(EmbedConfig, folder / "quickstart.yaml", {}).backbone == "bundled/efficientnet_lite0"
     assert load_config(ProbeConfig, folder / "probe.yaml", {}).layers == ["blocks.*", "embedding"]
+    nightly = load_sync_file(folder / "nightly.yaml")
+    assert nightly.schedule is not None
+    assert (nightly.data_sets[0].backbone, nightly.schedule.cron) == ("bundled/efficientnet_lite0", "30 2 * * *")
 
 
 def test_what_can_be_named_is_what_there_is() -> None:
@@ -168,7 +173,7 @@ def test_another_run_on_the_same_output_exits_with_4(out: Path, folder: Path) ->
 
 # Interruptions
 
-COUNT = 900  # images, of which some hundred are computed within a second
+COUNT = 600  # images, of which some hundred are computed within a second
 
 
 def start_slow_run(tmp_path: Path) -> subprocess.Popen[str]:
@@ -178,20 +183,16 @@ def start_slow_run(tmp_path: Path) -> subprocess.Popen[str]:
     png = (root / "0000.png").read_bytes()
     for i in range(1, COUNT):
         (root / f"{i:04d}.png").write_bytes(png + str(i).encode())  # other bytes, or they would be computed once
-    command = ["-c", "from pipelines.cli import main; main(prog_name='layertap')", "embed", str(root)]
-    options = ["-o", str(tmp_path / "out"), *SMALL, "--batch-size", "8", "--workers", "1"]
-    run = subprocess.Popen(
-        [sys.executable, *command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    part = tmp_path / "out" / "shards" / "000000.h5.part"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if part.exists() and stored(part):
-            return run
-        time.sleep(0.02)
-    run.kill()
-    raise AssertionError(f"no row was stored: {run.communicate()}")
+    command = [sys.executable, "-m", "layertap", "embed", str(root), "-o", str(tmp_path / "out")]
+    command += [*SMALL, "--batch-size", "8", "--workers", "1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    run = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
+    try:
+        until(lambda: stored(tmp_path / "out" / "shards" / "000000.h5.part") > 0)
+    except AssertionError:
+        run.kill()
+        raise
+    return run
 
 
 def stored(part: Path) -> int:
@@ -220,8 +221,7 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, number: s
         assert f"{done:,} in 1 unfinished shard" in status
         assert done % 8 == 0
     options = ["-o", tmp_path / "out", *SMALL, "--batch-size", 8]
-    again = layertap("embed", tmp_path / "many", *options)
-    assert f"resuming: {done:,} of {COUNT} rows done" in again.stderr
+    assert f"resuming: {done:,} of {COUNT} rows done" in layertap("embed", tmp_path / "many", *options).stderr
     with FeatureReader(tmp_path / "out") as reader:
         assert reader.status.tolist() == [1] * COUNT
         rows = reader["embedding"][:]

@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -17,15 +18,17 @@ from typing import Any
 import click
 import pytest
 import yaml
+from click.shell_completion import ShellComplete
 
 from extract import FeatureReader
 from extract.extraction.settings import HEADINGS, Heading
-from pipelines.cli import SECTIONS, main
+from pipelines.cli import main
 from pipelines.embed.config import EmbedConfig
 from pipelines.terminal.commands import GONE_KINDS, GONE_OPTIONS, OLD_COMMANDS, OLD_OPTIONS
+from pipelines.terminal.completion import SHELLS
 from pipelines.terminal.config import keys_of
-from tests.pipelines.test_cli import SMALL, layertap
 from tests.pipelines.test_cli import fails as message_of_failure
+from tests.pipelines.test_cli import layertap, succeeds
 from tests.test_documents import PAGES, ROOT, blocks, problem
 
 RARE = {
@@ -36,8 +39,9 @@ RARE = {
 
 @functools.cache
 def options_of(command: str) -> set[str]:
-    params = main.commands[command].params
-    return {name for param in params for name in (*param.opts, *param.secondary_opts)} | {"--help"}
+    return {name for param in main.commands[command].params for name in (*param.opts, *param.secondary_opts)} | {
+        "--help"
+    }
 
 
 def fails(*words: object) -> str:
@@ -47,41 +51,13 @@ def fails(*words: object) -> str:
 # Commands
 
 
-def test_the_help_lists_at_most_sixteen_commands_and_each_stands_below_a_heading() -> None:
-    listed = re.findall(r"^  ([a-z]+)  ", layertap("--help").stdout.partition("Extract features:")[2], re.MULTILINE)
-    visible = [name for name, command in main.commands.items() if not command.hidden]
-    assert sorted(listed) == sorted(visible)
-    assert sorted(listed) == sorted(name for names in SECTIONS.values() for name in names)
-    assert len(listed) <= 16
-
-
 @pytest.mark.parametrize(("old", "new"), OLD_COMMANDS.items())
 def test_a_command_of_an_earlier_version_names_the_new_one_in_one_line(old: str, new: str) -> None:
-    result = layertap(old, "--help")
-    assert result.exit_code == 0
+    result = succeeds(old, "--help")
     assert result.stderr == f"note: `layertap {old}` is now `layertap {new}`\n"
     assert result.stdout == layertap(*new.split(), "--help").stdout
     assert old not in main.commands
     assert problem([*new.split(), "x"]) is None  # it exists, with these options
-
-
-def test_earlier_commands_print_the_same_json_as_the_functions_that_they_called(out: Path) -> None:
-    from extract.analysis.dataset_diff import compare
-    from pipelines.data_sets.show import describe, diff_as_json
-    from pipelines.data_sets.status import progress_of
-    from pipelines.network.listing import as_json, list_layers, sources
-
-    layers = ["timm/test_resnet", "layer?"]
-    for commands, expected in (
-        ((["status", out], ["show", out, "--status"]), progress_of(str(out))),
-        ((["show", out],), describe(out)),
-        ((["diff", out, out], ["show", out, out]), diff_as_json(compare(out, out))),
-        ((["backbones"], ["list"]), sources()),
-        ((["layers", *layers], ["list", *layers]), as_json(list_layers(layers[0], ("layer?",), operations=False))),
-    ):
-        for words in commands:
-            told = json.loads(layertap(*words, "--json").stdout)
-            assert told == json.loads(json.dumps(expected)), words
 
 
 def test_a_whole_name_lists_layers_and_the_earlier_command_its_backbone() -> None:
@@ -95,15 +71,9 @@ def test_a_whole_name_lists_layers_and_the_earlier_command_its_backbone() -> Non
     assert [entry["spec"] for entry in globs] == [f"torchvision/resnet1{depth}" for depth in ("01", "52", "8")]
 
 
-@pytest.mark.parametrize(
-    "spec", ["timm/test_resnet", pytest.param("bundled/efficientnet_lite0", marks=pytest.mark.slow)]
-)
-def test_the_embedding_is_listed_first_among_the_layers_with_the_shape_that_embed_stores(
-    spec: str, folder: Path, tmp_path: Path
-) -> None:
-    random = ["--weights", "random"] if spec.startswith("timm/") else []
-    layertap("embed", folder, "-o", tmp_path / "out", "-b", spec, *random, "--limit", 1, "--workers", 0)
-    with FeatureReader(tmp_path / "out") as reader:
+def test_the_embedding_is_listed_first_among_the_layers_with_the_shape_that_embed_stores(out: Path) -> None:
+    spec = "timm/test_resnet"
+    with FeatureReader(out) as reader:
         width = reader["embedding"].shape[1]
     first, second, *_ = rows = json.loads(layertap("list", spec, "--bytes", 10, "--json").stdout)
     assert (first["name"], first["shapes"], first["bytes"]) == ("embedding", {"": [width]}, 4 * width)
@@ -111,15 +81,8 @@ def test_the_embedding_is_listed_first_among_the_layers_with_the_shape_that_embe
     assert [row["name"] for row in rows].count("embedding") == 1
     assert json.loads(layertap("list", spec, "embedding", "--bytes", 10, "--json").stdout) == rows[:1]
     assert "embedding" not in layertap("list", spec, second["name"]).stdout
-
-
-def test_a_plan_is_written_by_both_names_and_replaces_the_images(folder: Path, tmp_path: Path) -> None:
-    first = json.loads(layertap("plan", folder, "-o", tmp_path / "first", "--json").stdout)
-    second = json.loads(layertap("embed", folder, "--plan", "-o", tmp_path / "second", "--json").stdout)
-    assert first["images"] == second["images"] == 12
-    assert first["paths_xxh3"] == second["paths_xxh3"]
-    result = layertap("embed", tmp_path / "second", "-o", tmp_path / "out", *SMALL)
-    assert "out: 12 rows" in result.stdout
+    (bundled,) = json.loads(layertap("list", "bundled/efficientnet_lite0", "embedding", "--json").stdout)
+    assert bundled["shapes"] == {"": [1280]}
 
 
 def test_an_unfinished_data_set_shows_its_progress_in_words_and_not_in_json(out: Path) -> None:
@@ -350,3 +313,43 @@ def test_a_hint_names_a_key_where_the_running_command_has_no_such_option(folder:
     assert "`device: cpu`" in told or "`device`" in told
     assert "--device" in by_embed
     assert "--device" not in told
+
+
+# Completion in a shell, for which PyTorch is not imported
+
+
+def offered(*words: str, what: str = "value") -> list[str]:
+    """What click offers for the last word of a command line."""
+    completion = ShellComplete(main, {}, "layertap", "_LAYERTAP_COMPLETE")
+    return [getattr(item, what) for item in completion.get_completions(list(words[:-1]), words[-1])]
+
+
+def test_commands_options_and_values_are_completed() -> None:
+    assert offered("em") == ["embed"]
+    assert offered("doctor", "--j") == ["--json"]
+    assert offered("embed", "photos", "--dtype", "") == ["float32", "float16", "bfloat16", "int8"]
+    assert offered("export", "out", "--to", "p") == ["parquet"]
+    assert set(offered("")) == {name for name, command in main.commands.items() if not command.hidden}
+
+
+def test_completion_after_a_path_or_an_earlier_name_of_a_command_prints_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    assert offered("photos", "") == offered("")
+    assert offered("plan", "photos", "--add-l") == ["--add-layers"]
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("argument", [["embed", "pho"], ["show", "out"], ["embed", "photos", "-o", "out"]])
+def test_paths_are_left_to_the_shell(argument: list[str]) -> None:
+    assert offered(*argument, what="type") == ["file"]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_script_is_printed_for_each_shell(shell: str) -> None:
+    result = succeeds("completion", shell)
+    assert "_LAYERTAP_COMPLETE" in result.stdout
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=result.stdout, text=True, check=True)

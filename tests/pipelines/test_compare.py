@@ -19,7 +19,7 @@ from extract.store.format.writer import ShardWriter
 from layertap import compare as layertap_compare
 from pipelines.compare import job
 from pipelines.compare.job import Candidate, candidates_of, forward_rate
-from tests.pipelines.test_cli import fails, layertap
+from tests.pipelines.test_cli import fails, layertap, succeeds
 
 COLOURS = ((200, 60, 60), (60, 60, 200), (60, 170, 60))
 QUICK = ("--workers", 0, "--compile", "off", "-p", "centroid")
@@ -61,9 +61,7 @@ def copied(compared: Path, tmp_path: Path) -> Path:
 def compare(made: Path, out: Path, *options: object, images: Path | None = None, table: Path | None = None) -> Any:
     """Compare backbones of a table, that of the fixture unless another is given."""
     of = ("compare", images or made / "pictures", "--from", table or made / "backbones.csv", *QUICK, "-o", out)
-    result = layertap(*of, *options)
-    assert result.exit_code == 0, result.output
-    return result
+    return succeeds(*of, *options)
 
 
 def results(out: Path) -> dict[str, Any]:
@@ -92,13 +90,13 @@ def test_the_numbers_are_those_of_separate_runs(made: Path, compared: Path, tmp_
     assert content["images"] == 90
     assert task["test_images"] == 45
     how = ("-b", "timm/test_resnet", "--weights", "random", "--workers", 0, "--compile", "off")
-    assert layertap("embed", made / "pictures", *how, "-o", tmp_path / "alone").exit_code == 0
+    succeeds("embed", made / "pictures", *how, "-o", tmp_path / "alone")
     with FeatureReader(tmp_path / "alone") as alone, FeatureReader(compared / "resnet") as together:
         np.testing.assert_array_equal(alone["embedding"][:], together["embedding"][:])
         assert alone.fingerprint == together.fingerprint
     values = {}
     for name in ("resnet", "timm-test_vit-random"):
-        assert layertap("probe", compared / name, "-p", "centroid", "-o", tmp_path / f"{name}-probe").exit_code == 0
+        succeeds("probe", compared / name, "-p", "centroid", "-o", tmp_path / f"{name}-probe")
         (probe,) = json.loads((tmp_path / f"{name}-probe" / "results.json").read_text())["probes"]
         entry = by_name(content)[name]
         for key in ("value", "low", "high"):
@@ -128,25 +126,22 @@ def test_what_a_backbone_costs_is_in_the_table(compared: Path) -> None:
     assert (int(resnet["width"]), int(resnet["row_bytes"])) == (model.num_features, 4 * model.num_features)
     assert float(resnet["images_per_s"]) > 0
     assert resnet["weights"] == "random (seed 0)"
-    (ended,) = [
-        line for line in map(json.loads, (compared / "resnet" / "runs.jsonl").open()) if line["event"] == "ended"
-    ]
+    runs = map(json.loads, (compared / "resnet" / "runs.jsonl").open())
+    (ended,) = [line for line in runs if line["event"] == "ended"]
     assert float(resnet["images_per_s"]) >= 90 / ended["stages"]["forward"]
     assert lines["timm-nothing"]["images_per_s"] == ""
 
 
 def test_rates_are_those_of_runs_that_ended(tmp_path: Path) -> None:
-    def line(**values: Any) -> str:
-        return json.dumps(values) + "\n"
-
-    (tmp_path / "runs.jsonl").write_text(
-        line(event="started", started="1", found_done=0)
-        + line(event="computing", started="1", computation={"prepared_in_s": 50.0})  # killed
-        + line(event="started", started="2", found_done=0)
-        + line(event="computing", started="2", computation={"prepared_in_s": 2.0})
-        + line(event="ended", started="2", rows=80, seconds=12.0, stages={"images": 1.0, "forward": 10.0})
-        + line(event="ended", started="3", rows=40, seconds=5.0, stages={"images": 1.0, "forward": 4.0})
-    )
+    runs: list[dict[str, Any]] = [
+        {"event": "started", "started": "1", "found_done": 0},
+        {"event": "computing", "started": "1", "computation": {"prepared_in_s": 50.0}},  # killed
+        {"event": "started", "started": "2", "found_done": 0},
+        {"event": "computing", "started": "2", "computation": {"prepared_in_s": 2.0}},
+        {"event": "ended", "started": "2", "rows": 80, "seconds": 12.0, "stages": {"images": 1.0, "forward": 10.0}},
+        {"event": "ended", "started": "3", "rows": 40, "seconds": 5.0, "stages": {"images": 1.0, "forward": 4.0}},
+    ]
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
     assert forward_rate(tmp_path) == pytest.approx(120 / (10 - 2 + 4))
     assert forward_rate(tmp_path / "none") is None
 
@@ -176,7 +171,7 @@ def test_a_second_run_computes_nothing_and_adds_backbones_also_from_a_file_of_se
         f"images: {made / 'pictures'}\ntable: {made / 'backbones.csv'}\nprotocol: knn\nworkers: 0\ncompile: 'off'\n"
         f"out: {copied}\n"
     )
-    assert layertap("compare", "--config", tmp_path / "compare.yaml", "-p", "centroid").exit_code == 0
+    succeeds("compare", "--config", tmp_path / "compare.yaml", "-p", "centroid")
     assert (copied / "compare.json").read_bytes() == before
     capfd.readouterr()
     comparison = layertap_compare(
@@ -196,9 +191,9 @@ def test_a_second_run_computes_nothing_and_adds_backbones_also_from_a_file_of_se
     assert [entry["name"] for entry in json.loads(result.stdout)["backbones"]][2:] == ["timm-nope", "timm-nothing"]
 
 
-def test_without_labels_there_are_rates_and_similarity(made: Path, tmp_path: Path) -> None:
+def test_without_labels_there_are_rates_and_similarity_and_labels_may_be_in_a_table(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    flat_copies(made, tmp_path / "flat", 4)
+    lines = flat_copies(made, tmp_path / "flat", 4)
     result = compare(made, out, "-l", "layer*", "-l", "embedding", images=tmp_path / "flat")
     content = results(out)
     assert "23 images, no labels" in result.stdout
@@ -207,6 +202,9 @@ def test_without_labels_there_are_rates_and_similarity(made: Path, tmp_path: Pat
     assert by_name(content)["resnet"]["layer"] == "embedding"
     assert "layer*" in by_name(content)["timm-test_vit-random"]["error"]  # a ViT has no such layers
     assert len(content["alikeness"]["features"]) > 2
+    (tmp_path / "labels.csv").write_text("\n".join(["path,label", *lines]))
+    compare(made, out, "-l", "embedding", "--labels", tmp_path / "labels.csv", images=tmp_path / "flat")
+    assert results(out)["tasks"][0]["test_images"] == 5  # of 23, a fifth of each class
 
 
 def test_the_best_layer_is_never_chosen_on_test_images(made: Path, tmp_path: Path) -> None:
@@ -379,8 +377,7 @@ def test_a_backbone_that_fails_while_it_computes_is_a_line_with_the_reason(made:
     names = [
         option for name in ("raises", "memory", "nan", "fine") for option in ("-b", f"python/{tmp_path}/net.py:{name}")
     ]
-    result = layertap("compare", made / "pictures", *names, *QUICK, "-l", "embedding_layer", "-o", tmp_path / "out")
-    assert result.exit_code == 0, result.output
+    result = succeeds("compare", made / "pictures", *names, *QUICK, "-l", "embedding_layer", "-o", tmp_path / "out")
     errors = {entry["backbone"].rpartition(":")[2]: entry["error"] for entry in results(tmp_path / "out")["backbones"]}
     assert errors["fine"] == ""
     assert errors["raises"].startswith("RuntimeError: boom in forward")
@@ -389,13 +386,6 @@ def test_a_backbone_that_fails_while_it_computes_is_a_line_with_the_reason(made:
     assert errors["nan"].startswith("no image has features")
     for reason in errors.values():
         assert reason in result.stdout
-
-
-def test_labels_may_be_in_a_table(made: Path, tmp_path: Path) -> None:
-    lines = flat_copies(made, tmp_path / "flat", 3)
-    (tmp_path / "labels.csv").write_text("\n".join(["path,label", *lines]))
-    compare(made, tmp_path / "out", "--labels", tmp_path / "labels.csv", images=tmp_path / "flat")
-    assert results(tmp_path / "out")["tasks"][0]["test_images"] == 6
 
 
 def test_a_comparison_that_was_interrupted_gives_the_same_results(

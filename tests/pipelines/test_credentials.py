@@ -1,4 +1,4 @@
-"""Signatures, tokens and passwords in URLs: used to fetch, and nowhere else."""
+"""URLs: signatures, tokens and passwords in them are used to fetch, and nowhere else; foreign ones are not opened."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import pytest
 from extract import FeatureReader, extract_features
 from extract.credentials import parameters_without_credentials, text_without_credentials, without_credentials
 from extract.errors import InputError, LayertapError, first_line
-from extract.images import csv_lists, list_images
+from extract.images import csv_lists, list_images, listed_again
 from extract.store.merge import merge
 from extract.store.places.bucket import Bucket
 from pipelines.terminal.config import name_of
-from tests.pipelines.test_cli import SMALL, layertap
+from tests.extract.images.test_sources import as_zip
+from tests.pipelines.test_cli import SMALL, layertap, succeeds
 from tests.pipelines.test_report import n_thumbnails
 from tests.pipelines.web_server import WebServer, names, serving
 
@@ -314,19 +315,10 @@ def test_a_place_that_cannot_be_read_is_named_without_its_credentials(shape: str
 HIDDEN = f"http://me:{MARK}@127.0.0.1:9/x/list.csv?token={MARK}"
 
 
-def check_messages(folder: Path, *commands: tuple[object, ...]) -> None:
-    for arguments in commands:
-        result = layertap(*arguments)
-        assert result.exit_code in (1, 2)
-        assert MARK not in result.output, arguments
-    check_no_secret(folder)
-
-
 @pytest.mark.usefixtures("no_pauses")
 def test_messages_of_commands_have_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    check_messages(
-        tmp_path,
+    for arguments in (
         ("embed", HIDDEN, *SMALL),
         ("embed", HIDDEN, *SMALL, "--batch-size", 0),
         ("plan", HIDDEN),
@@ -337,23 +329,19 @@ def test_messages_of_commands_have_no_credentials(tmp_path: Path, monkeypatch: p
         ("sync", HIDDEN),
         ("search", f"s3://{MARK}@bucket/x", 0),
         ("inspect", HIDDEN),
-    )
+        ("embed", "photos", "-o", HIDDEN, *SMALL),
+        ("embed", "photos", "-o", f"s3://{MARK}@bucket/x?sig={MARK}", *SMALL),
+        ("embed", HIDDEN, *SMALL, "--engine", "processes"),
+    ):
+        result = layertap(*arguments)
+        assert result.exit_code in (1, 2)
+        assert MARK not in result.output, arguments
+    check_no_secret(tmp_path)
     with pytest.raises(InputError, match="s3://bucket/x: the given URL has credentials"):
         Bucket(f"s3://{MARK}@bucket/x")
     with pytest.raises(InputError, match="from Python") as raised:
         extract_features("photos", out=f"s3://{MARK}@bucket/x?sig={MARK}")
     assert MARK not in str(raised.value)
-
-
-@pytest.mark.slow
-def test_messages_of_several_workers_have_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    check_messages(
-        tmp_path,
-        ("embed", "photos", "-o", HIDDEN, *SMALL),
-        ("embed", "photos", "-o", f"s3://{MARK}@bucket/x?sig={MARK}", *SMALL),
-        ("embed", HIDDEN, *SMALL, "--engine", "processes"),
-    )
 
 
 def test_the_command_to_resume_has_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,3 +430,92 @@ def test_labels_for_urls_are_found_with_other_signatures(folder: Path, tmp_path:
     other = labels[0].replace(DAYS[1], DAYS[0]).rpartition(",")[0] + ",b"
     (folder.parent / "labels.csv").write_text("path,label\n" + "\n".join([*labels, other]))
     assert "belong to the same image" in run("probe", out, "--labels", url, "--out", tmp_path / "twice", code=2)
+
+
+# URLs that only a data set names: they are opened after the user has named them with `--images`
+
+
+def place(kind: str, folder: Path, host: str) -> str:
+    """Return a location of the pictures whose bytes the server has."""
+    web = folder.parent
+    rows = [f"{host}/{name}" if kind == "local list" else name for name in names(folder)]
+    (web / "list.csv").write_text("path\n" + "\n".join(rows))
+    if kind == "plan":
+        succeeds("plan", f"{host}/list.csv", "-o", web / "plan")
+    return {"list": f"{host}/list.csv", "local list": str(web / "list.csv"), "plan": str(web / "plan")}[kind]
+
+
+def embedded(where: str, out: Path) -> Path:
+    succeeds("embed", where, "-o", out, *SMALL)
+    return out
+
+
+@pytest.mark.parametrize(
+    "kind", ["list", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("local list", "plan"))]
+)
+def test_no_request_is_sent_before_the_user_has_named_the_location(
+    folder: Path, tmp_path: Path, server: type[WebServer], kind: str
+) -> None:
+    host = f"http://{server.host}"
+    where = place(kind, folder, host)
+    out, page, figure = embedded(where, tmp_path / "out"), tmp_path / "report.html", tmp_path / "found.png"
+    shutil.copytree(folder, tmp_path / "copy" / folder.name)
+    commands = {
+        "report": ["report", out, "-o", page, "--map", "pca"],  # without t-SNE, which takes a second
+        "search": ["search", out, 3, "-k", 3, "-o", figure],
+        "verify": ["verify", out, "--sample", 3],
+    }
+    for name, command in commands.items():
+        server.requests.clear()
+        refused = layertap(*command)
+        assert server.requests == [], name
+        assert refused.exit_code == (2 if name == "verify" else 0), refused.output
+        line = next(line for line in refused.output.splitlines() if "would be fetched" in line)
+        assert f"from {host}, a location that only the data set names" in line
+        assert "add --images" in line
+        allowed = succeeds(*command, "--images", where, *(["--json"] if name == "search" else []))
+        assert len(server.requests) >= 3, name
+        assert "would be fetched" not in allowed.output
+        if name == "report":
+            assert n_thumbnails(page) >= 12
+        if name == "search":
+            assert json.loads(allowed.stdout)["no_pictures"] == ""
+    if kind == "list":  # a copy that the user names is read instead of the URL
+        server.requests.clear()
+        page.unlink()
+        succeeds(*commands["report"], "--images", tmp_path / "copy")
+        assert n_thumbnails(page) >= 12
+        assert server.requests == []
+
+
+def test_images_on_the_local_disk_need_no_option(folder: Path, tmp_path: Path) -> None:
+    (folder.parent / "list.csv").write_text("path\n" + "\n".join(names(folder)))
+    for number, where in enumerate((as_zip(folder, tmp_path), str(folder.parent / "list.csv"))):
+        out, page = embedded(where, tmp_path / f"out-{number}"), tmp_path / f"report-{number}.html"
+        succeeds("report", out, "-o", page, "--map", "pca")
+        assert n_thumbnails(page) >= 12
+        succeeds("verify", out, "--sample", 3)
+
+
+@pytest.mark.parametrize(
+    "root", ["{{{host}/pictures,x}}.zip", "{{a,http:}}//{rest}/pictures.zip", "file://{host}/pictures"]
+)
+def test_a_location_that_hides_its_url_sends_no_request(
+    folder: Path, tmp_path: Path, server: type[WebServer], root: str
+) -> None:
+    host = f"http://{server.host}"
+    shutil.make_archive(str(folder.parent / "pictures"), "zip", folder)
+    hidden = root.format(host=host, rest=host.partition("//")[2])
+    with pytest.raises(InputError):
+        listed_again(hidden, ["ant/00.png"])
+    if hidden.startswith("{"):  # nor does it work when the user gives it
+        with pytest.raises(InputError, match="write the protocol before the braces"):
+            list_images(hidden)
+    assert server.requests == []
+
+
+def test_the_message_names_three_servers_and_the_number_of_the_others() -> None:
+    urls = [f"https://me@h{number}.example:8080/a{number}.jpg?token=1" for number in (1, 1, 2, 3, 4, 5)]
+    expected = r"from https://h1\.example:8080, https://h2\.example:8080, https://h3\.example:8080 and 2 others, a"
+    with pytest.raises(InputError, match=expected):
+        listed_again("/nowhere/list.csv", urls)

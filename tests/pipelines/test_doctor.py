@@ -10,7 +10,8 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import h5py
 import pytest
@@ -70,9 +71,9 @@ def test_a_library_that_the_backbone_needs_and_that_is_missing_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "open_clip", None)
-    problems = examined("-b", "open_clip/ViT-B-32:openai", "-o", tmp_path / "out", code=1)["problems"]
-    assert [problem["text"] for problem in problems] == ["open_clip/ needs open_clip"]
-    assert problems[0]["hint"].endswith("install 'open_clip_torch>=2.30'")
+    (problem,) = examined("-b", "open_clip/ViT-B-32:openai", "-o", tmp_path / "out", code=1)["problems"]
+    assert problem["text"] == "open_clip/ needs open_clip"
+    assert problem["hint"].endswith("install 'open_clip_torch>=2.30'")
 
 
 def test_a_library_that_is_too_old_or_missing_is_named_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,27 +95,20 @@ def test_the_requirements_are_those_of_the_project() -> None:
     assert optional_libraries.requirements() == project["dependencies"]
 
 
-class Usage(NamedTuple):
-    total: int
-    used: int
-    free: int
-
-
 def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda place: Usage(10**9, 10**9 - 10**6, 10**6))
-    problems = examined("-o", tmp_path / "out", code=1)["problems"]
-    assert [problem["text"].partition(" on the disk")[0] for problem in problems] == ["only 1.0 MB free"]
-    assert "free disk space" in problems[0]["hint"]
+    usage = SimpleNamespace(total=10**9, used=10**9 - 10**6, free=10**6)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda place: usage)
+    (problem,) = examined("-o", tmp_path / "out", code=1)["problems"]
+    assert problem["text"].partition(" on the disk")[0] == "only 1.0 MB free"
+    assert "free disk space" in problem["hint"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
 def test_a_disk_on_which_nothing_can_be_written_is_found_by_writing(tmp_path: Path) -> None:
     place = tmp_path / "small"
     place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", place], capture_output=True, check=False
-    )
-    if mounted.returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)]
+    if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("file systems cannot be mounted here")
     try:
         (place / "fill").write_bytes(bytes(60 << 10))
@@ -155,8 +149,7 @@ def test_a_folder_that_does_not_exist_has_the_hint_of_embed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     report = examined("picturs", code=1)
-    problem, *others = report["problems"]
-    assert not others
+    (problem,) = report["problems"]
     assert set(report) == {"ok", "problems", "images"}, "no more is checked for a misspelt path"
     assert (problem["text"], problem["hint"]) == ("picturs: no such folder or file", "did you mean pictures?")
 
@@ -183,9 +176,7 @@ def test_weights_are_looked_for_and_never_downloaded(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(socket, "create_connection", refuse)
     (problem,) = examined("-b", "torchvision/resnet18", "-o", tmp_path / "out", code=1)["problems"]
-    assert problem["text"].endswith(
-        "not on this machine, and download.pytorch.org cannot be reached: Connection refused"
-    )
+    assert "not on this machine, and download.pytorch.org cannot be reached: Connection refused" in problem["text"]
     file = tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth"
     file.parent.mkdir(parents=True)
     file.touch()

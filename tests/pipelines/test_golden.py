@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from extract import FeatureReader
 from tests.conftest import SHARED, make_picture
 from tests.extract.sync.changes import write_as_changes
-from tests.pipelines.test_cli import SMALL, layertap
+from tests.pipelines.test_cli import SMALL, layertap, succeeds
 
 GOLDEN = SHARED / "golden-v1"
 SETS = ("plain", "gzip", "ids", "synced")
@@ -100,11 +100,8 @@ def test_values_are_those_that_were_stored_and_commands_that_read_change_nothing
 
 def test_rows_computed_again_agree_and_change_nothing(golden: Path) -> None:
     before = content_of(golden)
-    result = layertap(
-        "verify", golden / "plain", "--sample", 4, "--images", golden / "photos", "--device", "cpu", "--json"
-    )
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["sampled"] == 4
+    of = ("--sample", 4, "--images", golden / "photos", "--device", "cpu")
+    assert json.loads(succeeds("verify", golden / "plain", *of, "--json").stdout)["sampled"] == 4
     assert content_of(golden) == before
 
 
@@ -114,11 +111,10 @@ def test_an_interrupted_copy_is_resumed(golden: Path) -> None:
         path.unlink()
     before = content_of(out / "shards")
     layers = ["-l", "embedding", "-l", "blocks.2", "-l", "conv_stem:max_map"]
-    result = layertap("embed", golden / "photos", "-o", out, *layers, "--workers", 0, "--device", "cpu", "--json")
-    assert result.exit_code == 0, result.output
+    result = succeeds("embed", golden / "photos", "-o", out, *layers, "--workers", 0, "--device", "cpu", "--json")
     assert json.loads(result.stdout)["computed"] == 10
     check_values("plain", out, tolerance=1e-4)  # on another machine
-    assert layertap("verify", out).exit_code == 0
+    succeeds("verify", out)
     after = content_of(out / "shards")
     assert {name: after[name] for name in before} == before
 
@@ -131,7 +127,7 @@ def test_sync_continues_an_older_data_set_elsewhere(golden: Path, monkeypatch: p
     (done,) = synced_again()
     assert (done["computed"], done["added"], done["deleted"], done["rows"]) == (0, 0, 0, 25)
     check_values("synced", out)
-    assert layertap("verify", out).exit_code == 0
+    succeeds("verify", out)
     (gone,) = live.rglob("renamed.jpg")
     gone.rename(gone.with_name("again.jpg"))
     synced_again()
@@ -145,14 +141,13 @@ def test_sync_continues_an_older_data_set_elsewhere(golden: Path, monkeypatch: p
 
 
 def synced_again() -> list[dict[str, Any]]:
-    result = layertap("sync", "nightly.yaml", "--force", "--json")
-    assert result.exit_code == 0, result.output
+    result = succeeds("sync", "nightly.yaml", "--force", "--json")
     jobs: list[dict[str, Any]] = json.loads(result.stdout)
     return jobs
 
 
 def check_continued(out: Path) -> None:
-    assert layertap("verify", out).exit_code == 0
+    succeeds("verify", out)
     found, stored = read(out), expected_of("synced")
     assert any("again.jpg" in path for path in found["paths"])
     check_documented_reader(out, found)
@@ -187,7 +182,7 @@ def test_the_reader_of_the_documentation_reads_what_is_written_now(folder: Path,
     (folder / "bee" / "07.jpg").write_bytes(b"no picture")
     layers = ["-l", "embedding", "-l", "layer4:none"]
     arguments = ["embed", folder, "-o", tmp_path / "out", *SMALL, *layers, "--shard-rows", 5]
-    assert layertap(*arguments).exit_code == 0
+    succeeds(*arguments)
     make_picture(7).save(folder / "bee" / "07.jpg")
     assert layertap(*arguments, "--retry-failed").exit_code == 0  # a shard has a second revision
     check_documented_reader(tmp_path / "out", read(tmp_path / "out"))

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from extract.errors import InputError
 from pipelines.terminal.image_tables import ImageTable, read_image_table, without_fractions
-from tests.pipelines.test_cli import SMALL, fails, layertap
+from tests.pipelines.test_cli import SMALL, fails, layertap, succeeds
 
 PATHS = ["a/1.05.png", "a/2.JPG", "b/3.png", "b/caf\u00e9.png"]
 ROOT = "/data/photos"
@@ -71,18 +71,26 @@ def test_the_first_way_to_join_that_finds_an_image_is_that_of_the_whole_table(tm
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("header", "rows", "message"),
     [
-        (["x.png,1", "x,2"], "line 2 ('x.png') names two images by the file name: a/x.png and b/x.png"),
-        (["z,1", "x,2"], "line 3 ('x') names two images by the name without suffix: a/x.png and b/x.png"),
-        (["a/x.png,1", "./a/x.png,2"],
+        ("path,label", ["x.png,1", "x,2"], "line 2 ('x.png') names two images by the file name: a/x.png and b/x.png"),
+        ("path,label", ["z,1", "x,2"], "line 3 ('x') names two images by the name without suffix: a/x.png and b/x.png"),
+        ("path,label", ["a/x.png,1", "./a/x.png,2"],
          "line 2 ('a/x.png') and line 3 ('./a/x.png') belong to the same image, a/x.png, and differ: '1' and '2'"),
-        (["a/x.png,1", "a/x.png,"], "belong to the same image, a/x.png, and differ: '1' and ''"),
+        ("path,label", ["a/x.png,1", "a/x.png,"], "belong to the same image, a/x.png, and differ: '1' and ''"),
+        ("path,label", ["x/y.png,a"], "none of its 1 values of 'path' names an image"),
+        ("path,kind", ["x/y.png,a"], "expected a column 'label'; it has 'path', 'kind'"),
+        ("name,label", ["x/y.png,a"], "none of its 1 values of 'name' names an image"),
+        ("id,k,label", ["7,z,a"], "1 values of 'id' or 'k' names an image; the table has '7', 'z'"),
+        ("label", ["a"], "no column names images"),
+        ("path,label", [], "none of its 0 values"),
     ],
 )  # fmt: skip
-def test_an_ambiguous_row_is_an_error_that_names_both(tmp_path: Path, rows: list[str], message: str) -> None:
+def test_a_table_that_does_not_fit_is_an_error_that_names_the_reason(
+    tmp_path: Path, header: str, rows: list[str], message: str
+) -> None:
     with pytest.raises(InputError) as error:
-        table(tmp_path / "t.csv", [row.split(",") for row in ["path,label", *rows]], paths=["a/x.png", "b/x.png"])
+        table(tmp_path / "t.csv", [row.split(",") for row in [header, *rows]], paths=["a/x.png", "b/x.png"])
     assert message in str(error.value)
 
 
@@ -168,8 +176,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         lines.append(f"slide_{number},{number % 3}.0,masks/{number}.png")
     (root / "slides.csv").write_text("\n".join(lines) + "\n")
-    result = layertap("embed", root / "pictures", "-o", root / "out", *SMALL)
-    assert result.exit_code == 0, result.output
+    succeeds("embed", root / "pictures", "-o", root / "out", *SMALL)
     return root
 
 
@@ -181,14 +188,11 @@ def test_all_commands_join_a_table_in_the_same_way(made: Path, tmp_path: Path) -
     assert f"labels: {note}" in result.stdout
     content = json.loads((tmp_path / "p" / "results.json").read_text())
     assert content["probes"][0]["classes"] == ["0", "1", "2"]
-    result = layertap("ablate", "timm/test_resnet", made / "pictures", "--weights", "random", "-l", "layer4", "--json",
-                      "--workers", 0, *labels)  # fmt: skip
+    of = ("timm/test_resnet", made / "pictures", "--weights", "random", "-l", "layer4", "--workers", 0, *labels)
+    result = layertap("ablate", *of, "--json")
     assert f"note: labels: {note}" in result.stderr
     assert json.loads(result.stdout)["labelled"] == 12
-    result = layertap("inspect", "timm/test_resnet", made / "pictures", "--weights", "random", "--grad", "-l", "layer4",
-                      "--workers", 0,
-                      *labels)  # fmt: skip
-    assert f"note: labels: {note}" in result.stderr
+    assert f"note: labels: {note}" in layertap("inspect", *of, "--grad").stderr
     (tmp_path / "one.csv").write_text("slide_id,label\nslide_1,a\n/b/slide_1.svs,b\n")
     for command in (
         ("probe", made / "out"), ("ablate", "timm/test_resnet", made / "pictures", "--weights", "random", "-l", "fc"),
@@ -200,7 +204,7 @@ def test_all_commands_join_a_table_in_the_same_way(made: Path, tmp_path: Path) -
 
 @pytest.mark.usefixtures("few_strengths")
 def test_masks_of_a_table_are_joined_as_labels_are(made: Path, tmp_path: Path) -> None:
-    assert layertap("embed", made / "pictures", "-o", tmp_path / "out", *SMALL, "-l", "layer4:tokens").exit_code == 0
+    succeeds("embed", made / "pictures", "-o", tmp_path / "out", *SMALL, "-l", "layer4:tokens")
     result = layertap("probe", tmp_path / "out", "-p", "segmentation-knn", "--masks", made / "slides.csv", "-o",
                       tmp_path / "res")  # fmt: skip
     assert "masks: column slide_id, by the name without suffix, 12 of 12 images" in result.stdout, result.output

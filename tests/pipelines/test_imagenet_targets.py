@@ -91,15 +91,11 @@ def run(*args: object, code: int = 0) -> Any:
     return result
 
 
-def test_folders_named_by_number_are_those_outputs_in_ablate(numbered: Path) -> None:
+def test_folders_named_by_number_are_those_outputs_in_ablate_and_in_the_loss_of_inspect(numbered: Path) -> None:
     net, photos = f"hf/{numbered / 'net'}", numbered / "photos"
     of = ("ablate", net, photos, "-l", "resnet.embedder", "--edit", "scale:1", "--workers", 0, "--device", "cpu")
     assert json.loads(run(*of, "--json").stdout)["accuracy"] == 1.0
     assert "which are output numbers, counted from 0" in run(*of).stdout
-
-
-def test_folders_named_by_number_are_those_outputs_in_the_loss_of_inspect(numbered: Path) -> None:
-    net, photos = f"hf/{numbered / 'net'}", numbered / "photos"
     of = ("inspect", net, photos, "--grad", "--json", "--workers", 0, "--device", "cpu")
     with torch.no_grad():
         logits = load_backbone(net, device="cpu").model(pixels(numbered)).logits

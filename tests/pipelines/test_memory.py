@@ -35,7 +35,7 @@ def peaks_kb(images: Path, out: Path) -> list[int]:
 @pytest.mark.slow
 def test_ten_thousand_images_need_the_memory_of_two_thousand(tmp_path: Path) -> None:
     for number in range(100):
-        make_picture(number, 200, 150).save(tmp_path / f"{number}.png")
+        make_picture(number, 64, 48).save(tmp_path / f"{number}.png")
     folders = {}
     for count in (2_000, 10_000):
         folders[count] = tmp_path / str(count)

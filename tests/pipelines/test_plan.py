@@ -11,15 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from extract import FeatureReader
 from extract.images import list_images
 from extract.images.listing import is_plan
+from pipelines.terminal.config import name_of
 from tests.conftest import make_picture
 from tests.extract.images.making import touch
-from tests.pipelines.test_cli import SMALL, fails, layertap
+from tests.pipelines.test_cli import SMALL, fails, layertap, succeeds
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with `pictures`, and a plan of them where it goes by default."""
     monkeypatch.chdir(tmp_path)
     (folder / "notes.txt").write_text("x")
-    assert layertap("plan", "pictures").exit_code == 0
+    succeeds("plan", "pictures")
     return tmp_path
 
 
@@ -38,9 +37,8 @@ def test_it_tells_what_it_listed(here: Path) -> None:
     assert "1 other files left out (.txt 1)" in result.stdout
     assert "images/s" in result.stdout
     assert "layertap embed outputs/pictures-plan" in result.stdout
-    again = layertap("plan", "pictures")
-    assert again.exit_code == 0
-    assert "outputs/pictures-plan is already complete; nothing was listed" in again.stdout
+    assert name_of("outputs/pictures-plan") == "pictures"  # the data set of the plan has the name of that of the folder
+    assert "outputs/pictures-plan is already complete; nothing was listed" in succeeds("plan", "pictures").stdout
 
 
 def test_json_is_all_that_is_on_stdout(here: Path) -> None:
@@ -56,34 +54,16 @@ def test_json_is_all_that_is_on_stdout(here: Path) -> None:
     assert json.loads(layertap("plan", "pictures", "-o", "new", "--json").stdout)["found_done"] is True
 
 
-def test_embed_goes_on_with_what_the_folder_began(here: Path) -> None:
-    assert layertap("embed", "pictures", *SMALL).exit_code == 0
-    result = layertap("embed", "outputs/pictures-plan", *SMALL)
-    assert "outputs/pictures is complete: all 12 rows were done before" in result.stdout
-    assert "1 other files left out (.txt 1)" in result.stderr
-    assert is_plan("outputs/pictures-plan")
-    result = layertap("embed", "outputs/pictures-plan", "-o", "outputs/new", "--limit", 5, *SMALL)
-    assert result.exit_code == 0
-    with FeatureReader("outputs/pictures") as one, FeatureReader("outputs/new") as other:
-        assert np.array_equal(one["embedding"][:5], other["embedding"][:])
-        assert (one.paths[:5], one.classes) == (other.paths, other.classes)
-
-
 def test_what_is_no_plan_or_not_for_one_is_refused(here: Path) -> None:
     assert "outputs/pictures-plan is not empty and not a layertap data set" in fails(
         "embed", "pictures", "-o", "outputs/pictures-plan", *SMALL
     )
-    assert "a plan is written for a folder or a list only" in fails("plan", "outputs/pictures-plan", "-o", "x")
-    assert "no such folder or file" in fails("plan", "nothing", "-o", "x")
     (here / "other").mkdir()
     make_picture(0).save(here / "other" / "a.png")
     assert "is a plan of" in fails("plan", "other", "-o", "outputs/pictures-plan")
     config = here / "sync.yaml"
     config.write_text("images: outputs/pictures-plan\nout: outputs/x\n")
     assert "is a plan, which does not change; name the folder itself" in fails("sync", config)
-    file = here / "outputs" / "pictures-plan" / "layertap-plan.parquet"
-    file.write_bytes(file.read_bytes()[:-1])
-    assert "layertap-plan.parquet is damaged: " in fails("embed", "outputs/pictures-plan", *SMALL)
 
 
 @pytest.mark.slow
@@ -98,7 +78,7 @@ def test_jobs_that_look_at_images_take_a_plan(here: Path) -> None:
         assert json.loads(found.stdout.replace(plan, "pictures")) == json.loads(expected.stdout)
     for where in ("pictures", plan):
         out = where.replace("/", "-") + "-drawn"
-        assert layertap("draw", "maps", "timm/test_resnet", where, *settings, "--out", out).exit_code == 0
+        succeeds("draw", "maps", "timm/test_resnet", where, *settings, "--out", out)
     drawn = [path.name for path in Path("outputs-pictures-plan-drawn").iterdir()]
     assert drawn
     for name in drawn:
@@ -106,12 +86,10 @@ def test_jobs_that_look_at_images_take_a_plan(here: Path) -> None:
 
 
 def test_rows_are_checked_on_the_images_of_a_plan(here: Path) -> None:
-    assert layertap("embed", "pictures", *SMALL).exit_code == 0
+    succeeds("embed", "pictures", *SMALL)
     of = ("--sample", 5, "--images", "outputs/pictures-plan", "--device", "cpu")
-    result = layertap("verify", "outputs/pictures", *of)
-    assert result.exit_code == 0, result.output
-    found = layertap("search", "outputs/pictures", 3, "--images", "outputs/pictures-plan", "-o", "found.png")
-    assert found.exit_code == 0, found.output
+    succeeds("verify", "outputs/pictures", *of)
+    succeeds("search", "outputs/pictures", 3, "--images", "outputs/pictures-plan", "-o", "found.png")
     assert Path("found.png").stat().st_size > 1000
 
 

@@ -18,7 +18,8 @@ from PIL import ExifTags, Image
 from extract.analysis.probe import protocols
 from extract.analysis.probe.model import LinearProbe
 from pipelines.probe import predict as predicting
-from tests.pipelines.test_cli import SMALL, fails, layertap
+from tests.pipelines.conftest import copy_of
+from tests.pipelines.test_cli import SMALL, fails, layertap, succeeds
 
 COLOURS = ((128, 128, 128), (220, 40, 40), (40, 60, 220))
 SIZE = (80, 64)  # width, height
@@ -60,25 +61,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save(root / "pictures" / f"{name}.png", np.clip(pixels, 0, 255).astype(np.uint8))
         save(root / "masks" / f"{name}.png", mask)
         save(root / "depth" / f"{name}.{('png', 'npy')[number % 2]}", depth)
-    result = layertap("embed", root / "pictures", "-o", root / "out", *SMALL, "-l", "layer1:tokens", "-l",
+    succeeds("embed", root / "pictures", "-o", root / "out", *SMALL, "-l", "layer1:tokens", "-l",
                       "layer2:tokens", "-l", "embedding")  # fmt: skip
-    assert result.exit_code == 0
     return root
 
 
 def probed(made: Path, folder: Path, *options: Any, out: Path | None = None, masks: Any = None) -> Any:
     """What is told of probes with masks, those of the fixture unless others are given; results go into the folder."""
-    of = ("probe", out or made / "out", "-p", "segmentation", "--masks", masks or made / "masks", "-o", folder)
-    result = layertap(*of, *options)
-    assert result.exit_code == 0, result.output
-    return result
+    of = ("-p", "segmentation", "--masks", masks or made / "masks", "-o", folder)
+    return succeeds("probe", out or made / "out", *of, *options)
 
 
 def depth_probed(made: Path, folder: Path, *options: Any, depth: Path | None = None) -> Any:
-    of = ("probe", made / "out", "-p", "depth", "--depth", depth or made / "depth", "-l", "layer2", "-o", folder)
-    result = layertap(*of, *options)
-    assert result.exit_code == 0, result.output
-    return result
+    of = ("-p", "depth", "--depth", depth or made / "depth", "-l", "layer2", "-o", folder)
+    return succeeds("probe", made / "out", *of, *options)
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +98,7 @@ def refused(made: Path, *options: Any, masks: Any = None) -> str:
 
 
 def predict(saved: Path, images: Path, folder: Path, *options: Any) -> Any:
-    result = layertap("predict", saved, images, "-o", folder, *options)
-    assert result.exit_code == 0, result.output
-    return result
+    return succeeds("predict", saved, images, "-o", folder, *options)
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
@@ -196,7 +190,7 @@ def test_masks_are_turned_as_the_pictures_that_were_computed(made: Path, tmp_pat
             picture.transpose(Image.Transpose.ROTATE_270).save(target, exif=exif, quality=95)
     out, saved, masks = tmp_path / "out", tmp_path / "masks.safetensors", made / "masks"
     how = ("-l", "layer1:tokens", "--orientation", orientation)
-    assert layertap("embed", tmp_path / "turned", "-o", out, *SMALL, *how).exit_code == 0
+    succeeds("embed", tmp_path / "turned", "-o", out, *SMALL, *how)
     if orientation == "ignore":
         assert "stored in another orientation" in fails("probe", out, "-p", "segmentation", "--masks", masks)
         masks = tmp_path / "masks"
@@ -228,11 +222,7 @@ def test_predict_refuses_a_place_that_is_not_its_own(made: Path, saved: Path, tm
 
 
 def test_predict_takes_moved_images_where_they_are_named(made: Path, saved: Path, tmp_path: Path) -> None:
-    moved, masks = tmp_path / "moved", tmp_path / "masks"
-    shutil.copytree(made / "out", moved)
-    dataset = json.loads((moved / "dataset.json").read_text())
-    dataset["images"]["root"] = str(tmp_path / "nowhere")
-    (moved / "dataset.json").write_text(json.dumps(dataset))
+    moved, masks = copy_of(made / "out", tmp_path / "moved", tmp_path / "nowhere"), tmp_path / "masks"
     message = fails("predict", saved, moved, "-o", masks)
     assert "need the sizes" in message
     assert "--images FOLDER" in message
@@ -256,18 +246,16 @@ def test_an_interrupted_predict_can_be_repeated(
     made: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = predicting._write
-    written: list[str] = []
 
-    def interrupted(folder: Path, name: str, *arguments: Any) -> None:
-        if len(written) == 3:
+    def interrupted(folder: Path, *arguments: Any) -> None:
+        if len(list(folder.rglob("*.png"))) == 3:
             raise KeyboardInterrupt
-        written.append(name)
-        write(folder, name, *arguments)
+        write(folder, *arguments)
 
-    monkeypatch.setattr(predicting, "_write", interrupted)
-    assert layertap("predict", saved, made / "out", "-o", tmp_path).exit_code != 0
+    with monkeypatch.context() as patched:
+        patched.setattr(predicting, "_write", interrupted)
+        assert layertap("predict", saved, made / "out", "-o", tmp_path).exit_code != 0
     assert len(list(tmp_path.rglob("*.png"))) == 3
-    monkeypatch.setattr(predicting, "_write", write)
     predict(saved, made / "out", tmp_path)
     assert len(list(tmp_path.rglob("*.png"))) == COUNT
 
@@ -360,7 +348,7 @@ def test_two_images_with_one_mask_are_refused(saved: Path, tmp_path: Path) -> No
     for number, name in enumerate(("a/1.jpg", "a/1.png", "b/1.png")):
         save(tmp_path / "images" / name, np.full((*SIZE, 3), 50 * number, np.uint8))
     out = tmp_path / "out"
-    assert layertap("embed", tmp_path / "images", "-o", out, *SMALL, "-l", "layer1:tokens").exit_code == 0
+    succeeds("embed", tmp_path / "images", "-o", out, *SMALL, "-l", "layer1:tokens")
     save(tmp_path / "masks" / "a" / "1.png", np.zeros(SIZE, np.uint8))
     message = fails("probe", out, "-p", "segmentation", "--masks", tmp_path / "masks")
     assert "belongs to two images, a/1.jpg and a/1.png" in message
@@ -400,17 +388,9 @@ def test_a_table_names_masks_relative_to_its_folder_and_gives_splits(made: Path,
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ([], "segmentation needs --masks"),
-        (["--masks", "masks", "--labels", "a.csv"], "--labels is not for segmentation"),
         (["--masks", "coco.json"], "COCO files are not read"),
-        (["-p", "segmentation-dinov3", "--masks", "masks"], "did you mean segmentation-knn or segmentation?"),
-        (["-p", "depth-dinov3", "--depth", "depth"], "did you mean depth?"),
-        (["-p", "depth"], "depth needs --depth"),
         (["-p", "depth", "--depth", "none"], "no such folder"),
-        (["--masks", "masks", "--iterations", "5"], "No such option '--iterations'"),
-        (["-p", "clip", "--masks", "masks"], "--masks is for -p segmentation"),
         (["--masks", "masks", "-l", "embedding"], "embedding"),
-        (["-p", "segmentation-knn", "--masks", "masks", "-l", "layer1", "--save", "a.safetensors"], "can be saved"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(
@@ -491,7 +471,7 @@ def test_larger_depths_are_left_out_and_wrong_files_refused(made: Path, saved_de
 
 
 def test_a_data_set_without_tokens_is_refused(made: Path, tmp_path: Path) -> None:
-    assert layertap("embed", made / "pictures", "-o", tmp_path / "out", *SMALL, "--limit", 4).exit_code == 0
+    succeeds("embed", made / "pictures", "-o", tmp_path / "out", *SMALL, "--limit", 4)
     message = fails("probe", tmp_path / "out", "-p", "segmentation", "--masks", made / "masks")
     assert "has no tokens: " in message
     assert "LAYER:tokens" in message

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.conftest import make_picture
-from tests.pipelines.test_cli import SMALL, layertap
+from tests.pipelines.test_cli import SMALL, succeeds
 from tests.pipelines.test_report import CLASSES, IMAGE_NAME, Page, hostile, of_every_kind, report
 
 __all__ = ["hostile"]  # a fixture
@@ -90,25 +90,23 @@ def probed_page(tmp_path_factory: pytest.TempPathFactory) -> Page:
         path = folder / "images" / ["ant", "bee", "cat"][i % 3] / f"{i:02d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         make_picture(i, 60, 40).save(path)
-    assert layertap("embed", folder / "images", "-o", folder / "out", *SMALL).exit_code == 0
-    assert layertap("probe", folder / "out", "-p", "centroid").exit_code == 0
+    succeeds("embed", folder / "images", "-o", folder / "out", *SMALL)
+    succeeds("probe", folder / "out", "-p", "centroid")
     return report(folder / "out")
 
 
 @pytest.fixture
 def hostile_view(browser: Any, hostile_page: Page) -> Iterator[tuple[Any, Any]]:
-    yield from shown(browser, hostile_page)
+    """The page in the browser, and what it holds; after the test it is fine."""
+    view = opened(browser, hostile_page[0])
+    yield view, hostile_page[1]
+    fine(view)
 
 
 @pytest.fixture
 def probed_view(browser: Any, probed_page: Page) -> Iterator[tuple[Any, Any]]:
-    yield from shown(browser, probed_page)
-
-
-def shown(browser: Any, page: Page) -> Iterator[tuple[Any, Any]]:
-    """The page in the browser, and what it holds; after the test it is fine."""
-    view = opened(browser, page[0])
-    yield view, page[1]
+    view = opened(browser, probed_page[0])
+    yield view, probed_page[1]
     fine(view)
 
 
@@ -194,7 +192,7 @@ def test_map_and_legend_fit_the_first_screen_and_findings_are_linked(
     with view.expect_download() as download:
         view.get_by_role("button", name="Save findings as CSV").click()
     download.value.save_as(tmp_path / "saved.csv")
-    assert layertap("findings", probed_page[0].parent, "-o", tmp_path / "written.csv").exit_code == 0
+    succeeds("findings", probed_page[0].parent, "-o", tmp_path / "written.csv")
     assert (tmp_path / "saved.csv").read_bytes() == (tmp_path / "written.csv").read_bytes()
 
 

@@ -28,6 +28,7 @@ from extract.errors import InputError
 from pipelines.sync.config import ScheduleConfig, load_sync_file
 from pipelines.sync.schedule import _LOCKED, PassRunner, _stopped_by_signals, due_after, run_passes, time_zone
 from pipelines.sync.systemd import as_systemd
+from tests.pipelines.conftest import until
 from tests.pipelines.test_cli import fails, layertap
 from tests.pipelines.test_sync import SMALL, write
 
@@ -463,13 +464,6 @@ def test_the_process_makes_passes_one_after_it_slept_logs_them_and_stops_in_orde
     text = log.read_text()
     assert f"{out}: version 1: 12 added" in text
     assert text.splitlines()[-1].endswith(" INFO stopped")
-
-
-def until(holds: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_a_schedule_needs_one(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -16,7 +15,9 @@ from extract import FeatureReader
 from pipelines.data_sets import search_gallery
 from tests.conftest import make_picture
 from tests.extract.store.rows import change_a_value
-from tests.pipelines.test_cli import SMALL, fails, layertap
+from tests.pipelines.test_cli import SMALL, fails, layertap, succeeds
+from tests.pipelines.test_sync import SMALL as SYNC
+from tests.pipelines.test_sync import write
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +34,12 @@ def pictures(_twelve: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def out(pictures: Path) -> Path:
     out = pictures.parent / "out"
-    assert layertap("embed", pictures, "-o", out, *SMALL, "--shard-rows", 5).exit_code == 0
+    succeeds("embed", pictures, "-o", out, *SMALL, "--shard-rows", 5)
     return out
 
 
 def found(*arguments: object) -> dict:
-    result = layertap("search", *arguments, "--json")
-    assert result.exit_code == 0, result.output
+    result = succeeds("search", *arguments, "--json")
     return json.loads(result.stdout)
 
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_searched_for_is_told(out: Path, pictures: Path, tmp_path
 
 def test_without_an_embedding_a_layer_must_be_named(folder: Path, tmp_path: Path) -> None:
     layers = ["-l", "layer1:none", "-l", "layer4"]
-    assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL, *layers, "--dtype", "float16").exit_code == 0
+    succeeds("embed", folder, "-o", tmp_path / "out", *SMALL, *layers, "--dtype", "float16")
     assert "has 2 layers but no embedding; name a layer: -l layer1, -l layer4" in fails("search", tmp_path / "out", 0)
     content = found(tmp_path / "out", 3, "-l", "layer1", "-k", 2)  # a map, as one vector
     assert len(content["results"]) == 2
@@ -135,7 +135,7 @@ def test_without_an_embedding_a_layer_must_be_named(folder: Path, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["png", pytest.param("pdf", marks=pytest.mark.slow)])
 def test_a_gallery_is_drawn_and_missing_pictures_have_a_place(folder: Path, tmp_path: Path, kind: str) -> None:
-    assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL).exit_code == 0
+    succeeds("embed", folder, "-o", tmp_path / "out", *SMALL)
     (folder / "cat" / "02.png").unlink()
     make_picture(77).save(folder / "ant" / "06.png")  # another picture now
     file = tmp_path / f"gallery.{kind}"
@@ -145,7 +145,7 @@ def test_a_gallery_is_drawn_and_missing_pictures_have_a_place(folder: Path, tmp_
         with Image.open(file) as picture:
             assert picture.width > 1000
     shutil.rmtree(folder)
-    assert layertap("search", tmp_path / "out", 0, "-k", 2, "-o", file).exit_code == 0
+    succeeds("search", tmp_path / "out", 0, "-k", 2, "-o", file)
 
 
 def test_the_gallery_names_the_class_of_the_query(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,18 +153,15 @@ def test_the_gallery_names_the_class_of_the_query(out: Path, tmp_path: Path, mon
     monkeypatch.setattr(search_gallery, "save_figure", lambda figure, path: figures.append(figure))
     layertap("search", out, 0, "-k", 1, "-o", tmp_path / "gallery.png")
     titles = [axes.get_title() for axes in figures[0].axes]
-    assert titles[0] == "query\n00.png\n[ant]"
-    assert titles[1] == "1.0000\ncopy.png\n[cat]"
+    assert titles[:2] == ["query\n00.png\n[ant]", "1.0000\ncopy.png\n[cat]"]
 
 
 def test_a_data_set_of_sync_is_searched_in_its_version(folder: Path, tmp_path: Path) -> None:
-    config = tmp_path / "sync.yaml"
-    small = {"backbone": "timm/test_resnet", "weights": "random", "workers": 0, "device": "cpu", "settle": 0}
-    config.write_text(yaml.safe_dump({"images": str(folder), "out": str(tmp_path / "out"), "max_vanish": 1, **small}))
-    assert layertap("sync", config).exit_code == 0
+    config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), max_vanish=1, **SYNC)
+    succeeds("sync", config)
     shutil.copy(folder / "ant" / "00.png", folder / "cat" / "copy.png")
     (folder / "bee" / "01.jpg").rename(folder / "bee" / "renamed.jpg")
-    assert layertap("sync", config).exit_code == 0
+    succeeds("sync", config)
     with FeatureReader(tmp_path / "out") as reader:
         row = reader.paths.index("cat/copy.png")
     content = found(tmp_path / "out", row, "-k", 20)

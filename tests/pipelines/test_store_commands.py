@@ -1,8 +1,9 @@
-"""verify, export, merge and the store's part of embed, on the command line."""
+"""verify, export, merge and the store's part of embed, on the command line; thumbnails in exports."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import re
@@ -14,6 +15,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from PIL import Image
+from pyarrow import parquet
 
 from extract import FeatureReader
 from extract.store.format.receipt import size_and_hash
@@ -22,8 +25,9 @@ from extract.system.csv_cells import exact_text
 from pipelines.probe.labelling import label_rows
 from tests.conftest import make_picture
 from tests.extract.store.rows import ROWS, created, data_set, write
+from tests.extract.sync.tiny import one_pass, picture, planner
 from tests.pipelines.conftest import copy_of
-from tests.pipelines.test_cli import SMALL, fails, layertap
+from tests.pipelines.test_cli import SMALL, fails, layertap, succeeds
 
 LAYERS = ["-l", "layer4", "-l", "layer2:none"]
 
@@ -37,7 +41,7 @@ def made(_twelve: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (images / "bee" / "07.jpg").write_bytes(b"no picture")
     for pictures, name in ((images, "broken"), (_twelve, "whole")):
         arguments = ["embed", pictures, "-o", place / name, *SMALL, *LAYERS, "--shard-rows", 5]
-        assert layertap(*arguments).exit_code == 0
+        succeeds(*arguments)
     return place
 
 
@@ -67,8 +71,7 @@ def test_failed_images_are_tried_again_when_asked(made: Path, embedded: Path, fo
     told = layertap(*arguments).stdout  # not unless asked
     assert "is complete: all 12 rows were done before, 1 of them without features" in told
     assert "--retry-failed" in told
-    again = layertap(*arguments, "--retry-failed", "--json")
-    assert again.exit_code == 0
+    again = succeeds(*arguments, "--retry-failed", "--json")
     summary = json.loads(again.stdout)
     assert (summary["computed"], summary["found_done"], summary["failures"]) == (1, 11, [])
     assert "resuming: 11 of 12 rows done" in again.stderr
@@ -81,7 +84,7 @@ def test_failed_images_are_tried_again_when_asked(made: Path, embedded: Path, fo
     with FeatureReader(embedded) as one, FeatureReader(made / "whole") as fresh:
         assert np.array_equal(one["layer4"][:], fresh["layer4"][:])
         assert np.array_equal(one["layer2"][:], fresh["layer2"][:])
-    assert layertap("verify", embedded).exit_code == 0
+    succeeds("verify", embedded)
 
 
 def test_compression_is_told_and_shown_and_kept_when_a_row_is_tried_again(
@@ -89,8 +92,7 @@ def test_compression_is_told_and_shown_and_kept_when_a_row_is_tried_again(
 ) -> None:
     packed = tmp_path / "packed"
     arguments = ["embed", folder, "-o", packed, *SMALL, *LAYERS]
-    result = layertap(*arguments, "--compress", "gzip", "--json")
-    ratio = json.loads(result.stdout)["compression"]["layer2"]
+    ratio = json.loads(layertap(*arguments, "--compress", "gzip", "--json").stdout)["compression"]["layer2"]
     with h5py.File(packed / "shards" / "000000.h5") as file:
         stored = file["features/layer2"]
         assert stored.compression == "gzip"
@@ -102,22 +104,18 @@ def test_compression_is_told_and_shown_and_kept_when_a_row_is_tried_again(
     make_picture(7).save(folder / "bee" / "07.jpg")
     layertap(*arguments, "--retry-failed")
     with FeatureReader(packed) as reader:
-        assert reader.failures == []
-        assert reader.compression["layer4"][0] == "gzip"
+        assert (reader.failures, reader.compression["layer4"][0]) == ([], "gzip")
 
 
 # verify
 
 
 def test_a_whole_data_set_is_confirmed(embedded: Path) -> None:
-    result = layertap("verify", embedded, "--sample", 5)
-    assert result.exit_code == 0
+    result = succeeds("verify", embedded, "--sample", 5)
     assert "out: no faults; rows: 11 ok, 1 decode error" in result.stdout
     assert "5 rows computed again differ by" in result.stdout
     content = json.loads(layertap("verify", embedded, "--json").stdout)
-    assert content["ok"] is True
-    assert content["rows"] == {"ok": 11, "decode error": 1}
-    assert content["faults"] == []
+    assert (content["ok"], content["rows"], content["faults"]) == (True, {"ok": 11, "decode error": 1}, [])
 
 
 def test_a_changed_row_is_named_repaired_and_filled_again(embedded: Path, folder: Path) -> None:
@@ -137,7 +135,7 @@ def test_a_changed_row_is_named_repaired_and_filled_again(embedded: Path, folder
     again = layertap("embed", folder, "-o", embedded, *SMALL, *LAYERS, "--json")
     # The broken picture is tried again, if it lies in the shard that is written anew.
     assert json.loads(again.stdout)["computed"] in (1, 2)
-    assert layertap("verify", embedded).exit_code == 0
+    succeeds("verify", embedded)
     with FeatureReader(embedded) as reader:
         assert np.array_equal(reader["layer4"][:], before, equal_nan=True)
 
@@ -163,7 +161,7 @@ def test_features_in_each_others_place_are_found_out_though_every_hash_agrees(em
         file["record_hash"][...] = hash_records([bytes(path) for path in file["path"][:]], columns)
     receipt = json.loads(shard.with_suffix(".json").read_text())
     shard.with_suffix(".json").write_text(json.dumps({**receipt, **size_and_hash(shard)}))
-    assert layertap("verify", embedded).exit_code == 0
+    succeeds("verify", embedded)
     result = layertap("verify", embedded, "--sample", 100)
     assert result.exit_code == 1
     assert result.stdout.count("its image is the same") == 2
@@ -184,13 +182,13 @@ def test_weights_from_a_file_are_found_from_any_folder_and_others_are_found_out(
     layertap("embed", folder, "-o", tmp_path / "own", *SMALL, "--weights", "own.safetensors")
     monkeypatch.chdir(tmp_path)
     assert "timm/test_resnet, weights own.safetensors" in layertap("show", tmp_path / "own").stdout
-    assert layertap("verify", tmp_path / "own", "--sample", 3, "--device", "cpu").exit_code == 0
+    succeeds("verify", tmp_path / "own", "--sample", 3, "--device", "cpu")
 
 
 def test_moved_images_must_be_pointed_to(embedded: Path, folder: Path, tmp_path: Path) -> None:
     moved = folder.rename(tmp_path / "moved")
     assert "name their place: --images FOLDER" in fails("verify", embedded, "--sample", 3)
-    assert layertap("verify", embedded, "--sample", 3, "--images", moved).exit_code == 0
+    succeeds("verify", embedded, "--sample", 3, "--images", moved)
     next(moved.glob("ant/*")).unlink()
     result = layertap("verify", embedded, "--sample", 100, "--images", moved)
     assert result.exit_code == 1
@@ -210,13 +208,6 @@ def test_a_sample_is_not_taken_of_what_is_known_to_be_wrong(embedded: Path) -> N
     assert "no rows were computed again: fix the reported faults first" in result.stdout
 
 
-def test_files_of_the_user_that_are_called_new_are_kept(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.new").write_text("mine")
-    assert "is not empty" in fails("embed", folder, "-o", tmp_path / "out", *SMALL)
-    assert (tmp_path / "out" / "thesis.new").read_text() == "mine"
-
-
 def test_fewer_images_than_before_are_told_as_that(embedded: Path, folder: Path) -> None:
     next(folder.glob("ant/*")).unlink()
     error = fails("embed", folder, "-o", embedded, *SMALL, *LAYERS)
@@ -233,13 +224,6 @@ def test_an_output_whose_name_is_no_text(folder: Path, tmp_path: Path) -> None:
         assert run.returncode == 0, run.stderr.decode()
 
 
-def test_verify_of_what_is_no_data_set(tmp_path: Path) -> None:
-    (tmp_path / "dataset.json").write_text("{")
-    result = layertap("verify", tmp_path)
-    assert result.exit_code == 1
-    assert "dataset.json: is damaged" in result.stdout
-
-
 # export, merge
 
 
@@ -247,9 +231,7 @@ def test_verify_of_what_is_no_data_set(tmp_path: Path) -> None:
     ("to", "name"), [("h5", "out.h5"), ("npy", "out-npy"), ("parquet", "out.parquet"), ("mat", "out.mat")]
 )
 def test_export_writes_beside_the_data_set(embedded: Path, to: str, name: str) -> None:
-    result = layertap("export", embedded, "--to", to)
-    assert result.exit_code == 0
-    assert f"{name}: 12 rows of layer4, layer2" in result.stdout
+    assert f"{name}: 12 rows of layer4, layer2" in succeeds("export", embedded, "--to", to).stdout
     assert embedded.with_name(name).exists()
     assert "already exists" in fails("export", embedded, "--to", to)
 
@@ -268,10 +250,9 @@ def test_merge_of_two_halves_is_the_whole(made: Path, folder: Path, tmp_path: Pa
         shutil.copy(path, target)
     for name in "ab":
         layertap("embed", half / name, "-o", tmp_path / name, *SMALL, *LAYERS)
-    result = layertap("merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "all")
-    assert result.exit_code == 0
+    result = succeeds("merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "all")
     assert "all: 12 rows of 2 data sets, in 1 shards" in result.stdout
-    assert layertap("verify", tmp_path / "all", "--sample", 100).exit_code == 0
+    succeeds("verify", tmp_path / "all", "--sample", 100)
     with FeatureReader(tmp_path / "all") as merged, FeatureReader(made / "whole") as whole:
         found = {path.split("/", 1)[1]: merged["layer4"][row] for row, path in enumerate(merged.paths)}
         for name, expected in zip(whole.paths, whole["layer4"][:], strict=True):
@@ -283,8 +264,8 @@ def test_merge_of_two_halves_is_the_whole(made: Path, folder: Path, tmp_path: Pa
 def test_csv_files_run_nothing_and_their_paths_match(folder: Path, tmp_path: Path) -> None:
     (folder / "bee").rename(folder / "=bee()")
     (folder / "cat").rename(folder / "@cat\x1b[31m")
-    assert layertap("embed", folder, "-o", tmp_path / "out", *SMALL).exit_code == 0
-    assert layertap("export", tmp_path / "out", "--to", "npy").exit_code == 0
+    succeeds("embed", folder, "-o", tmp_path / "out", *SMALL)
+    succeeds("export", tmp_path / "out", "--to", "npy")
     table = tmp_path / "out-npy" / "rows.csv"
     content = table.read_bytes()
     assert b"\x1b" not in content
@@ -296,8 +277,7 @@ def test_csv_files_run_nothing_and_their_paths_match(folder: Path, tmp_path: Pat
         assert [int(row["label"]) for row in rows] == reader.labels.tolist()
         labelling = label_rows(reader, f"{table}:class")
         assert labelling.counts["unlabelled"] == 0
-    result = layertap("probe", tmp_path / "out", "-p", "centroid", "-o", tmp_path / "res")
-    assert result.exit_code == 0, result.stderr
+    succeeds("probe", tmp_path / "out", "-p", "centroid", "-o", tmp_path / "res")
     predictions = (tmp_path / "res" / "predictions.csv").read_bytes()
     assert b"'=bee()" in predictions
     assert not re.search(rb"(?m)(^|,)[=+@-](?!\d)|\x1b", predictions)
@@ -321,3 +301,47 @@ def test_status_counts_the_rows_of_unfinished_shards_and_names_the_run_that_writ
     with data.locked():
         text = layertap("status", data.out).stdout
     assert text.endswith("a run is writing: another thread of this process\n")
+
+
+# thumbnails in exports
+
+
+def test_thumbnails_are_small_pictures_of_the_rows(folder: Path, out: Path, tmp_path: Path) -> None:
+    with FeatureReader(out) as reader:
+        paths = reader.paths[:]
+    (folder / paths[2]).unlink()
+    (folder / paths[4]).write_bytes((folder / paths[5]).read_bytes())  # another picture
+    succeeds("export", out, "--to", "parquet", "--thumbnails", 32, "-o", tmp_path / "a.parquet")
+    images = parquet.read_table(tmp_path / "a.parquet")["image"].to_pylist()
+    assert [row for row, image in enumerate(images) if image is None] == [2, 4]
+    for path, image in zip(paths, images, strict=True):
+        if image is None:
+            continue
+        assert image["path"] == path
+        with Image.open(io.BytesIO(image["bytes"])) as thumbnail, Image.open(folder / path) as picture:
+            assert max(thumbnail.size) == min(32, max(picture.size))
+            expected = np.asarray(picture.convert("RGB").resize(thumbnail.size), float).mean((0, 1))
+            np.testing.assert_allclose(np.asarray(thumbnail, float).mean((0, 1)), expected, atol=6)
+
+
+def test_exports_without_pictures_are_refused(folder: Path, out: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "x.txt").write_text("")
+    of = ("export", out, "--to", "parquet", "--thumbnails", 32, "--images", tmp_path / "other")
+    assert "none of the first 12 images can be read: no such file" in fails(*of)
+    folder.rename(tmp_path / "moved")
+    of = ("export", out, "--to", "parquet", "--thumbnails", 32, "-o", tmp_path / "a.parquet")
+    assert "no thumbnails: the images are not in" in fails(*of)
+    assert not (tmp_path / "a.parquet").exists()
+    succeeds(*of, "--images", tmp_path / "moved")
+
+
+def test_a_data_set_whose_images_are_all_gone_has_no_thumbnails_to_export(tmp_path: Path) -> None:
+    root, out = tmp_path / "root", tmp_path / "out"
+    root.mkdir()
+    (root / "0.ppm").write_bytes(picture(0))
+    (root / "notes.txt").touch()
+    one_pass(root, out, planner())
+    (root / "0.ppm").unlink()
+    one_pass(root, out, planner(), force=True)
+    assert "there are no rows to export" in fails("export", out, "--to", "parquet", "--thumbnails", 32)

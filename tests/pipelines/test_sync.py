@@ -21,7 +21,7 @@ from pipelines.sync.config import load_sync_file
 from pipelines.sync.schedule import _LOCKED
 from pipelines.sync.watch import reports_changes
 from tests.conftest import TINY_INPUT, make_picture
-from tests.pipelines.test_cli import fails, layertap
+from tests.pipelines.test_cli import fails, layertap, succeeds
 from tests.planning import BY_COMMAND
 
 SMALL = {"backbone": "timm/test_resnet", "weights": "random", "workers": 0, "device": "cpu", "settle": 0, **TINY_INPUT}
@@ -38,8 +38,7 @@ def config(folder: Path, tmp_path: Path) -> Path:
 
 
 def test_sync_tells_what_it_did_and_everything_else_reads_it(config: Path, folder: Path, tmp_path: Path) -> None:
-    result = layertap("sync", config)
-    assert result.exit_code == 0
+    result = succeeds("sync", config)
     told = "version 1, 12 rows: 12 added, 0 changed, 0 renamed, 0 deleted, 0 failed"
     assert f"{tmp_path / 'out'}: {told}" in result.stdout
     assert "12 images computed" in result.stdout
@@ -55,11 +54,11 @@ def test_sync_tells_what_it_did_and_everything_else_reads_it(config: Path, folde
     out = tmp_path / "out"
     assert "version 2" in layertap("show", out).stdout
     assert "13 rows" in layertap("show", out).stdout
-    assert layertap("verify", out, "--sample", 5).exit_code == 0
-    assert layertap("export", out, "--to", "npy", "-o", tmp_path / "npy").exit_code == 0
-    assert layertap("merge", out, "-o", tmp_path / "merged").exit_code == 0
+    succeeds("verify", out, "--sample", 5)
+    succeeds("export", out, "--to", "npy", "-o", tmp_path / "npy")
+    succeeds("merge", out, "-o", tmp_path / "merged")
     arguments = [*BY_COMMAND, "--size", 64, "--crop", 64]
-    assert layertap("embed", folder, "-o", tmp_path / "fresh", *arguments).exit_code == 0
+    succeeds("embed", folder, "-o", tmp_path / "fresh", *arguments)
     assert "same fingerprint" in layertap("diff", out, tmp_path / "fresh").stdout
     with FeatureReader(tmp_path / "merged") as merged, FeatureReader(tmp_path / "fresh") as fresh:
         assert merged.paths == fresh.paths
@@ -86,10 +85,9 @@ def test_status_tells_of_runs_rows_failures_and_disk(config: Path, folder: Path,
     content = json.loads(layertap("status", out, "--json").stdout)
     assert (content["dead_rows"], content["stored_rows"]) == (3, 13)
     assert [run["event"] for run in content["runs"]] == ["synced", "synced"]
-    result = layertap("compact", out, "--max-dead", 0.5)
-    assert result.stdout == f"{out}: nothing to compact; no pass has more than 50% of unused rows (--max-dead)\n"
-    result = layertap("compact", out)
-    assert "3 rows removed" in result.stdout
+    told = layertap("compact", out, "--max-dead", 0.5).stdout
+    assert told == f"{out}: nothing to compact; no pass has more than 50% of unused rows (--max-dead)\n"
+    assert "3 rows removed" in layertap("compact", out).stdout
     assert json.loads(layertap("status", out, "--json").stdout)["dead_rows"] == 0
     shutil.rmtree(folder)
     assert fails("sync", config, code=1).startswith(f"error: cannot read folder {folder}")
@@ -127,7 +125,7 @@ def test_one_folder_that_fails_does_not_keep_the_others_from_their_pass(folder: 
     assert f"`layertap sync {config} --force` confirms" in result.stderr
     assert [one["exit_code"] for one in json.loads(result.stdout)] == [1, 1, 0]
     assert "one data set" in fails("sync", config, "--force")
-    assert layertap("sync", config, "--force", "--only", tmp_path / "out-one").exit_code == 0
+    succeeds("sync", config, "--force", "--only", tmp_path / "out-one")
     with FeatureReader(tmp_path / "out-one") as one, FeatureReader(tmp_path / "out-two") as two:
         assert (len(one), len(two)) == (0, 12)
     assert "out-twoo" in fails("sync", config, "--only", tmp_path / "out-twoo")
@@ -135,7 +133,7 @@ def test_one_folder_that_fails_does_not_keep_the_others_from_their_pass(folder: 
 
 def test_rows_that_fail_make_an_exit_code_where_it_is_strict(config: Path, folder: Path, tmp_path: Path) -> None:
     (folder / "bee/bad.png").write_bytes(b"no picture")
-    assert layertap("sync", config).exit_code == 0
+    succeeds("sync", config)
     assert layertap("sync", write(config, **yaml.safe_load(config.read_text()), strict=True)).exit_code == 3
 
 
@@ -143,7 +141,7 @@ def test_a_second_sync_at_once_exits_with_4_and_makes_no_pass(config: Path, tmp_
     with locked(tmp_path / "out"):
         assert "is locked by" in fails("sync", config, code=4)
     assert _LOCKED == 4  # for the scheduler, such a pass is no failure
-    assert layertap("sync", config).exit_code == 0
+    succeeds("sync", config)
     assert [json.loads(line)["event"] for line in (tmp_path / "out/runs.jsonl").read_text().splitlines()] == ["synced"]
 
 
@@ -178,16 +176,8 @@ def test_times_have_units(tmp_path: Path) -> None:
     given: dict[str, Any] = {"settle": "1.5m", "retry_after": "36h", "keep_gone": "2d", "schedule": {"every": 90}}
     found = load_sync_file(write(tmp_path / "s.yaml", images="x", **given))
     first = found.data_sets[0]
-    assert (first.settle, first.retry_after, first.keep_gone) == (90, 129600, 172800)
     assert found.schedule is not None
-    assert found.schedule.every == 90
-
-
-def test_the_config_that_comes_with_it_is_valid() -> None:
-    found = load_sync_file(Path(__file__).parents[2] / "configs" / "nightly.yaml")
-    assert found.data_sets[0].backbone == "bundled/efficientnet_lite0"
-    assert found.schedule is not None
-    assert found.schedule.cron == "30 2 * * *"
+    assert (first.settle, first.retry_after, first.keep_gone, found.schedule.every) == (90, 129600, 172800, 90)
 
 
 def test_a_pass_without_changes_imports_no_torch(config: Path) -> None:
@@ -216,7 +206,7 @@ def test_what_a_killed_pass_has_left_is_removed_by_the_next(config: Path, tmp_pa
 
 @pytest.mark.slow
 def test_a_pass_that_is_stopped_finishes_its_batch_and_the_next_goes_on(folder: Path, tmp_path: Path) -> None:
-    for i in range(700):  # seconds of computing
+    for i in range(300):  # seconds of computing
         make_picture(1000 + i).save(folder / f"ant/more{i}.png")
     config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), **SMALL | {"batch_size": 4})
     command = [sys.executable, "-m", "layertap", "sync", str(config)]
@@ -231,9 +221,9 @@ def test_a_pass_that_is_stopped_finishes_its_batch_and_the_next_goes_on(folder: 
     assert process.returncode == 143, errors
     assert "stopped; what was computed is stored" in output
     result = json.loads(layertap("sync", config, "--json").stdout)[0]
-    assert result["rows"] == 712
-    assert 0 < result["computed"] < 712
-    assert layertap("verify", tmp_path / "out").exit_code == 0
+    assert result["rows"] == 312
+    assert 0 < result["computed"] < 312
+    succeeds("verify", tmp_path / "out")
 
 
 def test_folders_on_servers_are_polled(tmp_path: Path) -> None:
@@ -244,8 +234,5 @@ def test_folders_on_servers_are_polled(tmp_path: Path) -> None:
         "3 1 0:6 / /mnt/with\\040space rw - fuse.sshfs x rw\n"
         "4 2 8:2 / /mnt/nas/local rw - xfs /dev/sdb rw\n"
     )
-    assert reports_changes(Path("/home/photos"), mounts)
-    assert not reports_changes(Path("/mnt/nas/photos"), mounts)
-    assert not reports_changes(Path("/mnt/with space/photos"), mounts)
-    assert reports_changes(Path("/mnt/nas/local/photos"), mounts)
-    assert reports_changes(Path("/mnt/nasty"), mounts)
+    folders = ("/home/photos", "/mnt/nas/photos", "/mnt/with space/photos", "/mnt/nas/local/photos", "/mnt/nasty")
+    assert [reports_changes(Path(folder), mounts) for folder in folders] == [True, False, False, True, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -24,11 +25,10 @@ from extract.images.plan_writing import write_plan
 from pipelines.embed import job
 from pipelines.embed.config import EmbedConfig, listed_images
 from pipelines.embed.job import EmbedResult, bottleneck, plan_of
-from pipelines.network.config import InspectConfig
 from pipelines.sync.config import load_sync_file
 from pipelines.terminal.config import load_config, read_yaml, with_home
 from tests.conftest import TINY_INPUT, make_picture
-from tests.pipelines.test_cli import SMALL, layertap
+from tests.pipelines.test_cli import SMALL, succeeds
 
 # Home folders
 
@@ -43,23 +43,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_home_folder_in_a_config_file_is_that_of_the_user(folder: Path, home: Path) -> None:
-    shutil.copytree(folder, home / "photos")
-    Path("c.yaml").write_text(
-        "images: ~/photos\nout: ~/features\nbackbone: timm/test_resnet\nweights: random\n"
-        "workers: 0\nsize: 64\ncrop: 64\nlimit: 1\n"
-    )
-    result = layertap("embed", "--config", "c.yaml")
-    assert result.exit_code == 0, result.output
-    assert (home / "features" / "dataset.json").is_file()
-    assert sorted(path.name for path in Path().iterdir()) == ["c.yaml"]  # no folder called ~
-
-
-def test_a_home_folder_that_the_shell_did_not_expand_is_that_of_the_user(folder: Path, home: Path) -> None:
-    """A shell leaves `--out=~/features` as it is."""
+    """And that of an argument that the shell did not expand: it leaves `--out=~/features` as it is."""
     (home / "photos").symlink_to(folder)
-    assert layertap("embed", "~/photos", "--out=~/features", "--limit", 1, *SMALL).exit_code == 0
-    assert (home / "features" / "dataset.json").is_file()
-    assert not list(Path().iterdir())
+    Path("c.yaml").write_text("images: ~/photos\nout: ~/features\nlimit: 1\n")
+    succeeds("embed", "--config", "c.yaml", *SMALL)
+    succeeds("embed", "~/photos", "--out=~/typed", "--limit", 1, *SMALL)
+    assert all((home / name / "dataset.json").is_file() for name in ("features", "typed"))
+    assert sorted(path.name for path in Path().iterdir()) == ["c.yaml"]  # no folder called ~
 
 
 def test_every_text_of_a_config_file_that_starts_with_a_home_folder_is_expanded(home: Path) -> None:
@@ -90,8 +80,7 @@ def test_only_a_leading_home_folder_is_expanded(home: Path, text: str) -> None:
 def test_aliases_of_a_config_file_are_expanded(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("a: &x {mean: [1, 2], std: ~/y}\nb: {<<: *x, std: z}\nc: *x\n")
     values = read_yaml(tmp_path / "c.yaml")
-    assert values["b"] == {"mean": [1, 2], "std": "z"}
-    assert values["c"] == values["a"]
+    assert (values["b"], values["c"]) == ({"mean": [1, 2], "std": "z"}, values["a"])
 
 
 @pytest.mark.parametrize(
@@ -164,21 +153,10 @@ def test_an_error_names_the_key_and_the_file_of_what_stands_in_a_file_and_the_op
 def test_an_option_of_several_workers_is_refused_for_one(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("images: x\n" + "".join(f"{key}: {value}\n" for key, value in values.items()))
-    if not message:
-        load_config(EmbedConfig, file, {})
-        return
-    with pytest.raises(InputError) as raised:
-        load_config(EmbedConfig, file, {})
-    assert str(raised.value).startswith(f"{file}: {message}")
-    with pytest.raises(InputError, match=message):
-        load_config(EmbedConfig, None, {"images": "x", **values})
-
-
-def test_a_format_of_figures_that_are_not_drawn_is_refused(tmp_path: Path) -> None:
-    look = {"images": "x", "backbone": "timm/test_resnet", "format": "svg"}
-    with pytest.raises(InputError, match="--format is that of figures; add --pictures FOLDER"):
-        load_config(InspectConfig, None, look)
-    load_config(InspectConfig, None, {**look, "pictures": tmp_path})
+    for path, typed, start in ((file, {}, f"{file}: {message}"), (None, {"images": "x", **values}, message)):
+        with pytest.raises(InputError) if message else contextlib.nullcontext() as raised:
+            load_config(EmbedConfig, path, typed)
+        assert not message or str(raised.value).startswith(start)
 
 
 def test_a_number_of_processes_far_above_the_cores_is_refused() -> None:

@@ -22,16 +22,10 @@ from extract import FeatureReader
 from pipelines.sync import watch as watching
 from pipelines.sync.config import SyncConfig
 from tests.conftest import make_picture
+from tests.pipelines.conftest import until
 from tests.pipelines.test_sync import SMALL, write
 
 watchfiles = pytest.importorskip("watchfiles")
-
-
-def _until(holds: Any, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def _rows(out: Path) -> int:
@@ -155,10 +149,10 @@ def test_beyond_the_limit_of_watches_changes_are_seen_within_seconds(folder: Pat
     config = write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), **SMALL)
     script = f"echo 10 > /proc/sys/user/max_inotify_watches; exec {sys.executable} -m layertap watch {config}"
     with running(["unshare", "-Ur", "bash", "-c", script]) as process:
-        _until(lambda: _rows(tmp_path / "out") == 52)
+        until(lambda: _rows(tmp_path / "out") == 52)
         for number, rows in ((37, 53), (3, 54)):
             make_picture(300 + number).save(folder / f"class-{number:02d}" / "1.png")
-            _until(lambda expected=rows: _rows(tmp_path / "out") == expected)
+            until(lambda expected=rows: _rows(tmp_path / "out") == expected)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert "OS file watch limit reached" in errors
@@ -166,28 +160,28 @@ def test_beyond_the_limit_of_watches_changes_are_seen_within_seconds(folder: Pat
 
 
 @pytest.mark.slow
-def test_a_tree_of_700_folders_and_a_burst_of_1500_files_are_followed(tmp_path: Path) -> None:
+def test_a_tree_of_300_folders_and_a_burst_of_600_files_are_followed(tmp_path: Path) -> None:
     root, out = tmp_path / "images", tmp_path / "out"
     picture = root / "0000" / "0.png"
-    for number in range(700):
+    for number in range(300):
         (root / f"{number:04d}").mkdir(parents=True)
     make_picture(1).save(picture)
     config = write(tmp_path / "sync.yaml", images=str(root), out=str(out), **{**SMALL, "batch_size": 64})
     with running([sys.executable, "-m", "layertap", "watch", str(config)]) as process:
-        _until(lambda: _rows(out) == 1, 60)
-        make_picture(2).save(root / "0699" / "0.png")
-        _until(lambda: _rows(out) == 2)
-        (root / "0400" / "new" / "nested").mkdir(parents=True)
-        make_picture(3).save(root / "0400" / "new" / "nested" / "0.png")
-        _until(lambda: _rows(out) == 3)
-        (root / "0699" / "0.png").rename(root / "0698" / "renamed.png")
-        for number in range(1500):
-            shutil.copyfile(picture, root / f"{number % 700:04d}" / f"{number}-copy.png")
-        _until(lambda: _rows(out) == 1503, 240)
-        shutil.rmtree(root / "0400")
-        _until(lambda: _rows(out) == 1500, 60)  # without the nested one and two copies
+        until(lambda: _rows(out) == 1)
+        make_picture(2).save(root / "0299" / "0.png")
+        until(lambda: _rows(out) == 2)
+        (root / "0100" / "new" / "nested").mkdir(parents=True)
+        make_picture(3).save(root / "0100" / "new" / "nested" / "0.png")
+        until(lambda: _rows(out) == 3)
+        (root / "0299" / "0.png").rename(root / "0298" / "renamed.png")
+        for number in range(600):
+            shutil.copyfile(picture, root / f"{number % 300:04d}" / f"{number}-copy.png")
+        until(lambda: _rows(out) == 603, 240)
+        shutil.rmtree(root / "0100")
+        until(lambda: _rows(out) == 600)  # without the nested one and two copies
         with FeatureReader(out) as reader:
-            assert "0698/renamed.png" in reader.paths
+            assert "0298/renamed.png" in reader.paths
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
@@ -217,13 +211,13 @@ def test_a_disk_that_is_unmounted_and_mounted_again_is_followed(folder: Path, tm
         wait_for stop; kill -INT $watcher; wait $watcher
     """
     with running(["unshare", "-Urm", "bash", "-c", steps]) as process:
-        _until(lambda: _rows(out) == 12, 60)
+        until(lambda: _rows(out) == 12)
         (tmp_path / "unmount").touch()
-        _until(lambda: '"event": "failed"' in (out / "runs.jsonl").read_text(), 60)  # a pass finds no folder
+        until(lambda: '"event": "failed"' in (out / "runs.jsonl").read_text(), 60)  # a pass finds no folder
         assert _rows(out) == 12
         make_picture(77).save(folder / "new.png")
         (tmp_path / "mount").touch()
-        _until(lambda: _rows(out) == 13, 60)
+        until(lambda: _rows(out) == 13)
         (tmp_path / "stop").touch()
         _, errors = process.communicate(timeout=30)
     assert "disk/images" in errors  # the user was told that it was missing

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import http.server
+import io
 import re
-import threading
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from tests.extract.images.making import Quiet, served
 
 
-class WebServer(http.server.BaseHTTPRequestHandler):
+class WebServer(Quiet):
     """Sends the files of a folder, in part where a range is asked for, and pages with the links of its folders.
 
     /signed/NAME is sent only with the secret in the query or as the user's name, /open/NAME and /NAME to all.
@@ -23,44 +25,32 @@ class WebServer(http.server.BaseHTTPRequestHandler):
     secret: str
     requests: list[str]
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments, directory=str(self.folder))
 
-    def do_GET(self) -> None:
+    def send_head(self) -> Any:
         self.requests.append(self.path)
         path, _, query = self.path.partition("?")
         user = base64.b64decode(self.headers.get("Authorization", "Basic ").partition(" ")[2]).decode()
         if path.startswith("/signed/") and self.secret not in urllib.parse.unquote(query) + user:
-            self.send_error(403)
-            return
-        file = self.folder / re.sub("^/(signed/|open/)?", "", path)
-        if file.is_dir():
-            links = "".join(f'<a href="{entry.name}{"/" * entry.is_dir()}">x</a>' for entry in sorted(file.iterdir()))
-            self._send(200, links.encode(), "text/html")
-        elif not file.is_file():
-            self.send_error(404)
-        else:
-            data = file.read_bytes()
-            if wanted := self.headers.get("Range"):
-                first, last = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
-                part = data[first : last + 1]
-                self._send(206, part, "image/png", f"bytes {first}-{first + len(part) - 1}/{len(data)}")
-            else:
-                self._send(200, data, "image/png")
-
-    def _send(self, code: int, data: bytes, kind: str, content_range: str = "") -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Accept-Ranges", "bytes")
-        if content_range:
-            self.send_header("Content-Range", content_range)
+            return self.send_error(403)
+        name = re.sub("^/(signed/|open/)?", "", path).rstrip("/")
+        file, wanted = self.folder / name, self.headers.get("Range")
+        self.path = f"/{name}/" if file.is_dir() else f"/{name}"
+        if wanted is None or not file.is_file():
+            return super().send_head()
+        data = file.read_bytes()
+        first, last = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
+        part = data[first : last + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(part)))
+        self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(data)}")
         self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
+        return io.BytesIO(part)
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+    def end_headers(self) -> None:
+        self.send_header("Accept-Ranges", "bytes")
+        super().end_headers()
 
 
 @contextlib.contextmanager
@@ -71,11 +61,9 @@ def serving(folder: Path, secret: str = "") -> Iterator[type[WebServer]]:
         pass
 
     Here.folder, Here.secret, Here.requests = folder, secret, []
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Here) as running:
-        Here.host = f"127.0.0.1:{running.server_port}"
-        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
+    with served(Here) as url:
+        Here.host = url.removeprefix("http://")
         yield Here
-        running.shutdown()
 
 
 def names(folder: Path) -> list[str]:
