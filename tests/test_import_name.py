@@ -27,6 +27,8 @@ def test_layertap_gives_the_objects_of_extract() -> None:
     for name in extract.__all__:
         assert getattr(layertap, name) is getattr(extract, name)
     assert layertap.__all__ == [*extract.__all__, "compare"]
+    for module in (layertap, extract):  # completion in a notebook has these names alone
+        assert {name for name in dir(module) if not name.startswith("_")} == set(module.__all__)
     assert layertap.compare is importlib.import_module("pipelines.compare.function").compare
     with pytest.raises(AttributeError, match="'layertap' has no attribute 'tap'"):
         layertap.tap  # noqa: B018
@@ -82,11 +84,6 @@ def test_commands_that_are_printed_or_started_run_beside_a_package_that_hides_pi
         shown = subprocess.run([*command, "--version"], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert shown.returncode == 0, shown.stderr
         assert shown.stdout.endswith(", version 0.1.0\n")
-
-
-def test_completion_in_a_notebook_has_the_public_names_alone() -> None:
-    for module in (layertap, extract):
-        assert {name for name in dir(module) if not name.startswith("_")} == set(module.__all__)
 
 
 @pytest.mark.parametrize("start", ["import extract", "import layertap", "import layertap; layertap.main()"])
