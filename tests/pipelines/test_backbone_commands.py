@@ -23,14 +23,11 @@ from tests.conftest import make_picture
 from tests.pipelines.test_cli import SMALL, fails, layertap, succeeds
 
 
-def test_the_sources_are_listed() -> None:
+def test_the_sources_and_backbones_that_match_are_listed() -> None:
     found = json.loads(layertap("backbones", "--json").stdout)
     assert list(found) == ["bundled", "torchvision", "timm", "open_clip", "hf", "hub", "python"]
     assert found["timm"]["models"] == len(timm.list_models())
     assert "torchvision" in layertap("backbones").stdout
-
-
-def test_backbones_that_match() -> None:
     for pattern, specs in (
         ("bundled", ["bundled/efficientnet_lite0"]),
         ("timm/test_vit", ["timm/test_vit"]),

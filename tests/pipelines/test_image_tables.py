@@ -62,10 +62,8 @@ def test_rows_and_images_without_each_other_are_both_counted(tmp_path: Path) -> 
         "labels: column slide_id, by the name without suffix, 1 of 4 images",
         f"3 of the 4 rows of {tmp_path / 't.csv'} have no image",
     ]
-
-
-def test_the_first_way_to_join_that_finds_an_image_is_that_of_the_whole_table(tmp_path: Path) -> None:
-    """Or a row of another folder, which is not in the data set, would label an image of the same name."""
+    # The first way to join that finds an image is that of the whole table, or a row of another folder, which is not in
+    # the data set, would label an image of the same name.
     found = table(tmp_path / "t.csv", [["path", "label"], ["a/2.JPG", "x"], ["c/3.png", "wrong"]])
     assert found.texts == [None, "x", None, None]
 

@@ -94,15 +94,12 @@ def test_status_tells_of_runs_rows_failures_and_disk(config: Path, folder: Path,
     assert "FAILED after" in layertap("status", out).stdout
 
 
-def test_status_and_compact_tell_what_kind_of_data_set_they_are_given(folder: Path, tmp_path: Path) -> None:
+def test_sync_status_and_compact_tell_what_kind_of_place_they_are_given(folder: Path, tmp_path: Path) -> None:
     assert "does not exist" in fails("status", tmp_path / "nothing")
     layertap("embed", folder, "-o", tmp_path / "out", *BY_COMMAND, "--size", 64, "--crop", 64)
     assert "complete" in layertap("status", tmp_path / "out").stdout
     assert "it is a folder; expected a YAML file" in fails("sync", tmp_path / "out")
     assert "was not written by `layertap sync`" in fails("compact", tmp_path / "out")
-
-
-def test_a_url_is_refused_as_it_was_written() -> None:
     for option in ((), ("--compact",), ("--watch",)):
         assert "s3://b/x: `sync` works on this machine, not on a URL" in fails("sync", "s3://b/x", *option)
 
