@@ -26,7 +26,7 @@ from cronsim import CronSim
 
 from extract.errors import InputError
 from pipelines.sync.config import ScheduleConfig, load_sync_file
-from pipelines.sync.schedule import _LOCKED, PassRunner, _stopped_by_signals, due_after, run_passes, time_zone
+from pipelines.sync.schedule import _LOCKED, PassRunner, due_after, run_passes, time_zone
 from pipelines.sync.systemd import as_systemd
 from tests.pipelines.conftest import until
 from tests.pipelines.test_cli import fails, layertap
@@ -375,9 +375,12 @@ def test_a_signal_ends_the_running_pass_which_is_no_failure(
         until((tmp_path / "runs").exists)
         os.kill(os.getpid(), number)
 
-    threading.Thread(target=stop).start()
-    with _stopped_by_signals(runner):
+    before = signal.signal(number, runner.stop)
+    try:
+        threading.Thread(target=stop).start()
         runner.run()
+    finally:
+        signal.signal(number, before)
     assert runner.stopped
     assert messages == ["pass started"]
     assert not (tmp_path / "failed").exists()
