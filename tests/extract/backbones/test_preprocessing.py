@@ -22,10 +22,7 @@ def prepared(preprocessing, picture):
     return preprocessing.to_input(preprocessing.cpu_transform(picture).unsqueeze(0))[0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["tf_efficientnet_lite0", "resnet18.a1_in1k", "vit_tiny_patch16_224", "convnext_atto", "test_resnet.r160_in1k"],
-)
+@pytest.mark.parametrize("name", ["tf_efficientnet_lite0", "vit_tiny_patch16_224", "test_resnet.r160_in1k"])
 def test_timm_numbers_equal_timms_own_transform(name: str) -> None:
     model = timm.create_model(name, pretrained=False)
     transform = create_transform(**resolve_model_data_config(model), is_training=False)
@@ -67,13 +64,6 @@ def test_input_is_normalised_per_channel() -> None:
     ).view(3, 1, 1)
     assert torch.allclose(preprocessing.to_input(images), expected)
     assert torch.equal(images, given)
-
-
-def test_a_picture_too_thin_to_resize_is_refused_before_the_memory_is_taken() -> None:
-    preprocessing = from_torchvision(models.ResNet18_Weights.DEFAULT.transforms())
-    with pytest.raises(ValueError, match="20000x1 pixels: too thin"):
-        preprocessing.cpu_transform(make_picture(1, 20000, 1))
-    assert preprocessing.cpu_transform(make_picture(1, 2000, 10)).shape == (224, 224, 3)
 
 
 def test_fast_decoding_gives_nearly_the_same_pixels() -> None:

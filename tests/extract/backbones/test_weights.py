@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,9 +171,6 @@ def test_a_malicious_pickle_does_not_run(tmp_path: Path) -> None:
         torch.save(content, path)
         with pytest.raises(InputError, match="holds objects other than tensors, and loading them could run code"):
             load_backbone(RESNET, weights=str(path), device="cpu")
-    path.write_bytes(pickle.dumps(bad))  # as no PyTorch writes it
-    with pytest.raises(InputError, match=r"w\.pth"):
-        load_backbone(RESNET, weights=str(path), device="cpu")
     assert not (tmp_path / "run").exists()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -237,19 +236,6 @@ def test_commands_compute_again_as_it_is_recorded(photos: Path, tmp_path: Path) 
         assert np.abs(found - reader["embedding"][1]).max() <= 1e-5 * np.abs(found).max()
         assert np.abs(found - plain["embedding"][1]).max() > 1e-3 * np.abs(found).max()
     assert not recheck(out, 4, workers=0).faults
-
-
-def test_a_config_file_has_the_keys_and_a_wrong_value_is_an_error(photos: Path, tmp_path: Path) -> None:
-    config = tmp_path / "job.yaml"
-    config.write_text(
-        f"images: {photos}\nout: {tmp_path / 'out'}\nbackbone: timm/test_resnet\nweights: random\nsize: 64\ncrop: 64\n"
-        "device: cpu\norientation: ignore\nicc: srgb\nworkers: 0\ncompile: 'off'\n"
-    )
-    assert run("embed", "--config", str(config)).startswith("0 ")
-    recorded = json.loads((tmp_path / "out" / "dataset.json").read_text())
-    assert "ignored" in json.dumps(recorded)
-    config.write_text(config.read_text().replace("icc: srgb", "icc: adobe"))
-    assert run("embed", "--config", str(config)).startswith("2 ")
 
 
 # Dark 16-bit pictures

@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageCms, ImageFile
 
-from extract import FeatureReader, Status, extract_features
-from extract.images import list_images
+from extract import Status, extract_features
 from extract.images.decoding import decode
 from tests.conftest import make_picture
 from tests.extract.images import making
@@ -508,12 +507,17 @@ def test_a_profile_is_not_applied_though_it_would_change_the_pixels() -> None:
 # Orientation
 
 
-@pytest.mark.parametrize(("kind", "options"), [("WEBP", {"lossless": True}), ("TIFF", {}), ("PNG", {})])
-def test_orientation_is_applied_once_in_lossless_files(kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options", "rounding"),
+    [("WEBP", {"lossless": True}, 0), ("TIFF", {}, 0), ("PNG", {}, 0),
+     ("AVIF", {"quality": 100, "subsampling": "4:4:4"}, 4)],
+)  # fmt: skip
+def test_orientation_is_applied_once_in_lossless_files(kind: str, options: dict[str, Any], rounding: int) -> None:
     for orientation in STORED:
         data = turned(orientation, kind, **options)
-        assert np.array_equal(decode(data), RGB), orientation
-        assert np.array_equal(decode(data, orientation="ignore"), STORED[orientation](RGB)), orientation
+        assert np.abs(np.asarray(decode(data)).astype(int) - RGB).max() <= rounding, orientation
+        stored = np.asarray(decode(data, orientation="ignore")).astype(int)
+        assert np.abs(stored - STORED[orientation](RGB)).max() <= rounding, orientation
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "MPO"])
@@ -525,12 +529,6 @@ def test_orientation_is_applied_once_in_jpeg(kind: str) -> None:
         assert np.array_equal(decode(data, orientation="ignore"), as_stored(data)), orientation
         # Upright, not just some way round.
         assert np.abs(np.asarray(decode(data)).astype(int) - RGB).mean() < 12, orientation
-
-
-def test_orientation_is_applied_once_in_avif() -> None:
-    for orientation in STORED:
-        data = turned(orientation, "AVIF", quality=100, subsampling="4:4:4")
-        assert np.abs(np.asarray(decode(data)).astype(int) - RGB).max() <= 4, orientation
 
 
 def test_heic_is_turned_by_its_own_property_and_not_again_by_exif() -> None:
@@ -778,39 +776,24 @@ def test_a_run_over_many_of_them_ends_with_the_right_counts_and_features(tmp_pat
         (folder / litter).parent.mkdir(exist_ok=True)
         (folder / litter).write_bytes(kinds["lossy.jpg"].data)
 
+    broken = {*REFUSED, "round.jpg", "gone.jpg"}
     with extract_features(folder, out=tmp_path / "out", **TINY | {"workers": 2}) as reader:
-        broken = {*REFUSED, "round.jpg", "gone.jpg"}
         assert sorted(reader.paths) == sorted({*kinds, *broken})
-        assert list_images(folder).left_out == {}
         count = {status: int((reader.status == status).sum()) for status in Status}
         assert count == {
             Status.PENDING: 0, Status.OK: len(kinds), Status.DECODE_ERROR: len(REFUSED) + 1, Status.NOT_FINITE: 0,
             Status.MISSING: 1, Status.IO_ERROR: 0,
         }  # fmt: skip
-        _check_failures(reader, broken)
+        failures = {path: (status, reason) for _, path, status, reason in reader.failures}
         good = [row for row, path in enumerate(reader.paths) if path in kinds]
-        features = reader["embedding"][good]
+        features, names = reader["embedding"][good], [reader.paths[row] for row in good]
         assert np.isnan(reader["embedding"][[row for row in range(len(reader)) if row not in good]]).all()
-        names = [reader.paths[row] for row in good]
-
-    again = tmp_path / "again"
-    again.mkdir()
-    for i, name in enumerate(names):
-        pixels = np.asarray(decode(kinds[name].data))
-        assert np.abs(pixels.astype(float) - kinds[name].pixels).max() <= kinds[name].tolerance, name
-        exact = pixels if kinds[name].tolerance else kinds[name].pixels
-        Image.fromarray(np.ascontiguousarray(exact, np.uint8)).save(again / f"{i:04d}.png")
-    with extract_features(again, out=tmp_path / "out2", **TINY) as reader:
-        assert reader.status.tolist() == [Status.OK] * len(names)
+    with extract_features([decode(kinds[name].data) for name in names], out=tmp_path / "again", **TINY) as reader:
         expected = reader["embedding"][:]
     assert np.isfinite(features).all()
     difference = np.abs(features - expected).max(axis=1) / np.abs(expected).max()
     assert {name: share for name, share in zip(names, difference, strict=True) if share > 1e-4} == {}
     assert np.abs(expected - expected[0]).max() > 1e-2 * np.abs(expected).max()  # features tell pictures apart
-
-
-def _check_failures(reader: FeatureReader, broken: set[str]) -> None:
-    failures = {path: (status, reason) for _, path, status, reason in reader.failures}
     assert set(failures) == broken
     assert failures.pop("gone.jpg") == ("missing", "no such file")
     assert failures.pop("round.jpg") == ("decode error", "Too many levels of symbolic links")
