@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import io
+import struct
 import tarfile
 import threading
 import zipfile
@@ -20,8 +21,8 @@ from extract.images import Batch, Decoding, Images, load_batches
 from tests.conftest import TINY_INPUT
 from tests.planning import NET
 
-__all__ = ["TINY", "Quiet", "as_tensor", "batch_of", "encoded", "files_of", "served", "touch", "turned",
-           "write_archive", "write_tar"]  # fmt: skip
+__all__ = ["TINY", "Quiet", "as_tensor", "batch_of", "encoded", "files_of", "served", "tiff_with_its_tags_first",
+           "touch", "turned", "write_archive", "write_tar"]  # fmt: skip
 
 # For `extract_features`, in tests that are not about the network.
 TINY: dict[str, Any] = NET | {"preprocessing": TINY_INPUT}
@@ -50,6 +51,26 @@ def turned(picture: Image.Image | np.ndarray, orientation: int, kind: str = "JPE
     exif = Image.Exif()
     exif[0x0112] = orientation
     return encoded(picture, kind, exif=exif, **options)
+
+
+def tiff_with_its_tags_first(picture: Image.Image, compression: str) -> bytes:
+    """A compressed TIFF of one strip whose tags lie before its pixels, as tifffile and scanners write them."""
+    plain = encoded(picture, "TIFF", compression=compression, strip_size=1 << 24)
+    with Image.open(io.BytesIO(plain)) as image:
+        tags = image.tag_v2
+        [offset], [count] = tags[273], tags[279]
+        kept = {tag: tags[tag] for tag in (256, 257, 258, 259, 262, 277, 278)}
+        tables = tags.get(347, b"")  # of JPEG in TIFF
+    values = {tag: value if isinstance(value, tuple) else (value,) for tag, value in kept.items()}
+    after = 8 + 2 + 12 * (len(values) + 2 + bool(tables)) + 4
+    bits, strip = after, after + 6 + len(tables)
+    entries = [struct.pack("<HHII", tag, 4, 1, value[0]) for tag, value in values.items() if tag != 258]
+    entries += [struct.pack("<HHII", 258, 3, 3, bits), struct.pack("<HHII", 273, 4, 1, strip)]
+    entries += [struct.pack("<HHII", 279, 4, 1, count)]
+    entries += [struct.pack("<HHII", 347, 7, len(tables), after + 6)] if tables else []
+    entries.sort(key=lambda entry: struct.unpack("<H", entry[:2]))
+    head = b"II*\0\x08\0\0\0" + struct.pack("<H", len(entries)) + b"".join(entries) + bytes(4)
+    return head + struct.pack("<3H", *values[258]) + tables + plain[offset : offset + count]
 
 
 def touch(root: Path, *names: str) -> Path:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
+import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from extract.extraction.run import extract
 from extract.images import device_decoding
 from extract.images.decoding import Jpeg, plain_jpeg
 from extract.images.device_decoding import JpegDecoder, upright
-from tests.conftest import make_picture
+from tests.conftest import TINY_INPUT, make_picture
 from tests.extract.images.making import encoded, turned
 from tests.planning import plan
 
@@ -99,7 +99,7 @@ def photos(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def backbone() -> Any:
-    return load_backbone("timm/test_resnet", weights="random", device="cpu")
+    return load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
 
 
 def settings(backbone: Any, **more: Any) -> dict[str, Any]:
@@ -147,35 +147,25 @@ def test_pixels_are_those_of_each_file_decoded_alone_and_all_else_is_as_ever(
         extract_features(photos, out=tmp_path / "gpu", **settings(backbone))
 
 
-KILLED = """
-import os, signal, sys
-from dataclasses import replace
-from extract import extract_features, load_backbone
-from extract.backbones.preprocessing import Preprocessing
-
-def die(*_):
-    global left
-    left -= 1
-    if not left:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-Preprocessing.on_gpu = lambda self, device: replace(self, device="cpu")
-backbone, left = load_backbone("timm/test_resnet", weights="random", device="cpu"), int(sys.argv[3])
-backbone.model.layer2.register_forward_pre_hook(die)
-extract_features(sys.argv[1], out=sys.argv[2], backbone=backbone, layers=["layer1:none", "embedding"], batch_size=4,
-                 max_pixels=200_000, min_cosine=0.9, workers=2, decode="gpu", progress=False)
-"""
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("doubled")
 def test_a_run_that_was_killed_and_resumed_gives_the_bytes_of_one_that_was_not(
     photos: Path, tmp_path: Path, backbone: Any
 ) -> None:
     how = settings(backbone, decode="gpu", batch_size=4)
     extract(plan(photos, out=tmp_path / "whole", **how))
-    run = subprocess.run([sys.executable, "-c", KILLED, photos, tmp_path / "parts", "15"], timeout=120)
-    assert run.returncode == -signal.SIGKILL
+    calls = itertools.count(1)
+
+    def die(*_: Any) -> None:
+        if next(calls) == 15:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if not (pid := os.fork()):
+        try:
+            backbone.model.layer2.register_forward_pre_hook(die)
+            extract(plan(photos, out=tmp_path / "parts", **how))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     assert 4 <= len(FeatureReader(tmp_path / "parts", partial=True).paths) < 16
     extract(plan(photos, out=tmp_path / "parts", **how))
     assert rows_in(tmp_path / "parts") == rows_in(tmp_path / "whole")

@@ -46,6 +46,7 @@ def write_table(folder: Path) -> pd.DataFrame:
     table["count"] = [2**53 + i for i in range(12)]
     table["indoors"] = [i % 2 == 0 for i in range(12)]
     table["taken"] = pd.Timestamp("2026-01-01") + pd.to_timedelta(np.arange(12), unit="h")
+    table["id"] = [f"id {i}" for i in range(12)]
     table.to_parquet(folder / "list.parquet")
     return table.sort_values("path", ignore_index=True)
 
@@ -68,6 +69,7 @@ def out(_twelve: Path, tmp_path_factory: pytest.TempPathFactory, backbone: Backb
 
 
 def check(reader: FeatureReader, table: pd.DataFrame) -> None:
+    assert reader.ids == table["id"].tolist()
     assert list(reader.columns) == sorted(COLUMNS)
     assert reader.columns["Caption"] == table["Caption"].tolist()
     assert reader.columns["taken"] == [f"{time}.000000" for time in table["taken"].astype(str)]
@@ -86,6 +88,7 @@ def test_columns_are_in_the_order_of_the_rows(out: Path, table: pd.DataFrame) ->
     again.close()
     parts = [h5py.File(path) for path in sorted((out / "shards").glob("*.h5"))]
     assert [text.decode() for part in parts for text in part["columns/Caption"]] == table["Caption"].tolist()
+    assert [text.decode() for part in parts for text in part["id"]] == table["id"].tolist()
     assert np.concatenate([part["columns/count"][:] for part in parts]).tolist() == table["count"].tolist()
     assert verify(out).faults == []
 
@@ -168,12 +171,14 @@ def test_columns_are_exported(out: Path, tmp_path: Path, table: pd.DataFrame, to
             rows = list(csv.DictReader(text))
         assert [row["Caption"] for row in rows] == table["Caption"].tolist()
         assert [int(row["count"]) for row in rows] == table["count"].tolist()
+        assert [row["id"] for row in rows] == table["id"].tolist()
     elif to == "mat":
         with h5py.File(path) as file:
             text = file["Caption"][:].transpose()
             padded = [row.tobytes().decode("utf-16-le").rstrip() for row in text]
             assert padded == table["Caption"].str.rstrip().tolist()
             np.testing.assert_array_equal(file["age"][0], table["age"])
+            assert ["".join(map(chr, column)).strip() for column in file["ids"][:].T] == table["id"].tolist()
     else:
         frame = pd.read_parquet(path / "data" if to == "hf" else path)
         assert frame["Caption"].tolist() == table["Caption"].tolist()
@@ -181,6 +186,7 @@ def test_columns_are_exported(out: Path, tmp_path: Path, table: pd.DataFrame, to
         np.testing.assert_array_equal(frame["age"], table["age"])
         assert frame["count"].dtype == frame["indoors"].dtype == np.int64
         assert frame["count"].tolist() == table["count"].tolist()
+        assert frame["id"].tolist() == table["id"].tolist()
 
 
 def test_several_data_sets(folder: Path, tmp_path: Path, table: pd.DataFrame, backbone: Backbone) -> None:
@@ -200,6 +206,7 @@ def test_several_data_sets(folder: Path, tmp_path: Path, table: pd.DataFrame, ba
         with FeatureReader(path) as reader:  # only what both have, of one kind
             assert list(reader.columns) == ["Caption", "age"]
             assert reader.columns["Caption"] == table["Caption"].tolist()
+            assert reader.ids == table["id"].tolist()
             np.testing.assert_array_equal(reader.columns["age"], table["age"])
 
 

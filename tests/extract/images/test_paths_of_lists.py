@@ -88,7 +88,6 @@ def test_a_folder_above_a_link_is_not_taken_for_the_folder_before_it(folder: Pat
 @pytest.mark.parametrize(
     ("path", "where", "plain"),
     [
-        ("a/../b.jpg", "/x/list.csv", "a/../b.jpg"),
         ("a/../b.jpg", "https://host/x/list.csv", "b.jpg"),
         ("../b.jpg", "https://host/x/list.csv", "../b.jpg"),
         ("./../../b.jpg", "https://host/x/list.csv", "../../b.jpg"),
@@ -97,8 +96,6 @@ def test_a_folder_above_a_link_is_not_taken_for_the_folder_before_it(folder: Pat
         ("https://host//a/./b.jpg", "/x/list.csv", "https://host//a/./b.jpg"),
         ("./a.jpg/", "/x/list.csv", "a.jpg/"),
         ("//x//a.jpg", "/x/list.csv", "/x/a.jpg"),
-        (".hidden/a..jpg", "/x/list.csv", ".hidden/a..jpg"),
-        ("a./b.jpg", "/x/list.csv", "a./b.jpg"),
     ],
 )
 def test_only_what_names_the_same_file_is_made_plain(path: str, where: str, plain: str) -> None:

@@ -109,6 +109,7 @@ def test_a_data_set_of_a_folder_goes_on_from_an_archive_of_it(folder: Path, tmp_
     where = as_zip(folder, tmp_path)
     with extract_features(where, retry_failed=True, **settings) as reader:
         assert (reader.status == Status.OK).all()
+        assert reader.ids is None
     changed = files_of(folder) | {"ant/00.png": files_of(folder)["ant/03.jpg"]}
     write_tar(tmp_path / "other.tar", changed)
     with pytest.raises(InputError, match=r"ant/00\.png differs"):
@@ -620,34 +621,7 @@ def test_part_of_a_batch_keeps_images_and_reasons_together() -> None:
     assert part.reasons == {11: "a"}
 
 
-# Ids and labels of a list, stored
-
-
-def test_ids_of_a_list_are_stored_and_exported(folder: Path, tmp_path: Path) -> None:
-    from extract.store.export import export
-    from extract.store.merge import merge
-
-    lines = [f"{name},id {number}" for number, name in enumerate(files_of(folder)) if number != 3]
-    (folder / "list.csv").write_text("path,id\n" + "\n".join(lines))
-    with extract_features(folder / "list.csv", out=tmp_path / "out", shard_rows=4, compress="gzip", **TINY) as reader:
-        assert reader.ids == [line.partition(",")[2] for line in lines]
-        ids = reader.ids[:]
-    with h5py.File(tmp_path / "out" / "shards" / "000000.h5") as file:
-        assert file["id"].asstr()[:].tolist() == ids[:4]
-    merged = merge([tmp_path / "out"], tmp_path / "merged")
-    with FeatureReader(merged.out) as reader:
-        assert reader.ids == ids
-        for to, name in (("h5", "e.h5"), ("npy", "e"), ("parquet", "e.parquet"), ("mat", "e.mat")):
-            export(reader, tmp_path / name, to)
-    with FeatureReader(tmp_path / "e.h5") as reader:
-        assert reader.ids == ids
-    with (tmp_path / "e" / "rows.csv").open(newline="") as text:
-        assert [row["id"] for row in csv.DictReader(text)] == ids
-    assert parquet.read_table(tmp_path / "e.parquet")["id"].to_pylist() == ids
-    with h5py.File(tmp_path / "e.mat") as file:
-        assert ["".join(map(chr, column)).strip() for column in file["ids"][:].T] == ids
-    with extract_features(folder / "ant", out=tmp_path / "plain", **TINY) as reader:
-        assert reader.ids is None
+# Labels of a list, stored
 
 
 def test_other_labels_for_the_same_paths_are_noticed(folder: Path, tmp_path: Path) -> None:
