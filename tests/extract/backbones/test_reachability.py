@@ -35,23 +35,12 @@ def lookups(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return names
 
 
-def test_a_server_that_listens_can_be_reached_and_one_that_does_not_cannot() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}/file"
-        assert why_unreachable(url) == ""
-    assert why_unreachable(url) == "127.0.0.1 cannot be reached: Connection refused"
-
-
-def test_a_name_that_is_not_known_is_the_reason(lookups: list[object]) -> None:
-    assert why_unreachable("https://hub.example/x") == "hub.example cannot be reached: Name or service not known"
-
-
 def test_a_proxy_is_trusted_to_reach_the_server(monkeypatch: pytest.MonkeyPatch, lookups: list[object]) -> None:
     monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
     assert why_unreachable("https://hub.example/x") == ""
     assert not lookups
     monkeypatch.setenv("no_proxy", "hub.example")
-    assert why_unreachable("https://hub.example/x")
+    assert why_unreachable("https://hub.example/x") == "hub.example cannot be reached: Name or service not known"
 
 
 def test_offline_mode_is_set_only_while_the_hub_cannot_be_reached(

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -87,22 +86,6 @@ def test_projections_and_what_follows_them_are_not_compiled(resnet: Backbone) ->
     }  # fmt: skip
 
 
-def test_poolings_of_tokens_are_those_of_the_model_without_special_tokens() -> None:
-    vit = load_backbone("timm/test_vit", weights="random", device="cpu")
-    picture = np.random.default_rng(0).integers(0, 256, (160, 160, 3)).astype(np.uint8)
-    names = ["blocks.0:none", "blocks.0:grid2", "blocks.0:cls+mean", "blocks.0:last_token", "blocks.0:grid5:flatten"]
-    values = vit.features(picture, names)
-    tokens = torch.from_numpy(values["blocks.0:none"])  # (1, 101, 64)
-    expected = {
-        "blocks.0:grid2": tokens[:, 1:].reshape(1, 2, 5, 2, 5, 64).mean((2, 4)),
-        "blocks.0:last_token": tokens[:, 100],
-        "blocks.0:cls+mean": torch.cat([tokens[:, 0], tokens[:, 1:].mean(1)], 1),
-        "blocks.0:grid5:flatten": tokens[:, 1:].reshape(1, 5, 2, 5, 2, 64).mean((2, 4)).flatten(1),
-    }
-    for name, value in expected.items():
-        assert torch.allclose(torch.from_numpy(values[name]), value, atol=1e-5), name
-
-
 def test_windows_and_tokens_in_another_order_have_no_grid(net: Backbone) -> None:
     with pytest.raises(InputError, match="grid2 does not fit an activation of shape .4, 4, 14, 14. per image"):
         choose_features(net, ["windows:grid2"])
@@ -123,19 +106,8 @@ def test_windows_and_tokens_in_another_order_have_no_grid(net: Backbone) -> None
     assert chosen(hiera, "tokens") == {"tokens": ("mean_tokens", (4,))}
 
 
-@pytest.mark.slow
-def test_grids_of_swin_are_those_of_its_maps_and_its_windows_have_none() -> None:
-    swin = load_backbone("timm/swin_tiny_patch4_window7_224", weights="random", device="cpu")
-    choice = choose_features(swin, ["layers.0:grid4", "layers.3:grid7"])
-    assert [(f.layout.axes, f.shape) for f in choice.features] == [("HWC", (4, 4, 96)), ("HWC", (7, 7, 768))]
-    with pytest.raises(InputError, match="grid4 does not fit an activation of shape .64, 49, 96. per image"):
-        choose_features(swin, ["layers.0.blocks.0.attn:grid4"])
-
-
 @pytest.mark.parametrize(("spec", "layer", "axes"), [
     ("timm/test_convnext", "stages.1.blocks.0.mlp", "HWC"), ("timm/test_convnext", "stages.1", "CHW"),
-    pytest.param("torchvision/swin_t", "features.1", "HWC", marks=pytest.mark.slow),
-    pytest.param("torchvision/convnext_tiny", "features.1.0.block.3", "HWC", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_channels_last_maps_are_recognised(spec: str, layer: str, axes: str) -> None:
     backbone = load_backbone(spec, weights="random", device="cpu")
@@ -211,18 +183,6 @@ def test_windows_and_sequence_first_tensors_are_put_in_order(net: Backbone) -> N
     assert torch.equal(tokens.rows.by_image(h.flatten(2).permute(2, 0, 1)), h.flatten(2).permute(0, 2, 1))
 
 
-def test_find_batch_axis_tells_the_axis_and_the_rows_of_an_image(net: Backbone) -> None:
-    images = torch.randn(4, 3, 224, 224)
-    assert find_batch_axis(net.model, images, ["plain", "windows", "time_first", "lstm"]) == {
-        "plain": BatchAxis(0, 1), "windows": BatchAxis(0, 4), "time_first": BatchAxis(1, 1),
-        "lstm:0": BatchAxis(0, 1), "lstm:1.0": BatchAxis(1, 1), "lstm:1.1": BatchAxis(1, 1),
-    }  # fmt: skip
-    with pytest.raises(InputError, match="its rows are not the images"):
-        find_batch_axis(net.model, images, ["shuffles"])
-    with pytest.raises(InputError, match="at least 2"):
-        find_batch_axis(net.model, images[:1], ["plain"])
-
-
 @pytest.mark.parametrize("change", [
     lambda h: h.flip(0), lambda h: (h + 1e4).flip(0), lambda h: h[[0, 2, 1, 3]], lambda h: torch.cat([h[::2], h[1::2]]),
     lambda h: h + 0.02 * h.mean(0), lambda h: h.bfloat16().flip(0),
@@ -244,17 +204,10 @@ def test_no_mixture_or_order_of_images_passes_for_rows(change) -> None:
         find_batch_axis(Net(), torch.randn(4, 3, 2, 2), ["changed"])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("resnet18", marks=pytest.mark.slow),
-        pytest.param("swin_tiny_patch4_window7_224", marks=pytest.mark.soak),
-        pytest.param("mixer_s32_224", marks=pytest.mark.slow),
-        "test_convnext",
-        "test_vit",
-        pytest.param("tf_efficientnet_lite0", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "test_convnext", "test_vit", pytest.param("mixer_s32_224", marks=pytest.mark.slow),
+    pytest.param("swin_tiny_patch4_window7_224", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_layers_of_real_networks_are_not_refused(name: str) -> None:
     backbone = load_backbone(f"timm/{name}", weights="random", device="cpu")
     size = backbone.preprocessing.crop_px

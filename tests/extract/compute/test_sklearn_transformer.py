@@ -119,13 +119,8 @@ def test_wrong_input_is_refused(paths: list[str], tmp_path: Path, small: dict[st
 
 
 @pytest.mark.parametrize(
-    "check",
-    [
-        "no_attributes_set_in_init", "estimator_cloneable", "estimator_repr", "set_params", "get_params_invariance",
-        "parameters_default_constructible", "valid_tag_types",
-        "estimator_tags_renamed", "mixin_order",
-    ],
-)  # fmt: skip
+    "check", ["set_params", "get_params_invariance", "parameters_default_constructible", "mixin_order"]
+)
 def test_the_checks_of_scikit_learn_that_need_no_numbers_pass(check: str, small: dict[str, Any]) -> None:
     getattr(estimator_checks, f"check_{check}")("LayerFeatures", LayerFeatures(**small))
 

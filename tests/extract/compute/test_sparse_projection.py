@@ -158,17 +158,6 @@ def test_layers_of_equal_size_share_a_matrix_while_it_is_in_use() -> None:
     assert key not in module._shared
 
 
-def test_a_matrix_takes_four_bytes_for_each_entry_and_input_without_one() -> None:
-    projection = SparseProjection(200_704, 1024, 0)
-    assert projection._tiles == {}  # drawn on the first call
-    projection(torch.zeros(1, 200_704))
-    [tiles] = projection._tiles.values()
-    kept = sum(each.inputs.nbytes + each.starts.nbytes + each.unused.nbytes for each in tiles)
-    _, columns, _ = entries(200_704, 1024, 0)
-    entries_and_starts = len(columns) + 7 * (2 * 1024 + 1)
-    assert kept == 4 * (entries_and_starts + 200_704 - len(np.unique(columns)))
-
-
 def test_other_types_are_projected_in_float32() -> None:
     projection = SparseProjection(5000, 30, 0)
     x = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset
 from torchvision import datasets as torchvision_datasets
 from torchvision.transforms import v2
 
@@ -94,41 +94,20 @@ def test_an_array_of_pictures(tmp_path: Path) -> None:
 
 
 def test_labels_come_from_the_items(folder: Path, tmp_path: Path, backbone: Backbone) -> None:
-    dataset = Pairs(folder, [row % 3 for row in range(12)])
-    listed = list_dataset(dataset)
-    assert listed.labels.tolist() == [row % 3 for row in range(12)]
-    assert listed.classes == ["0", "1", "2"]
-    assert dataset.reads == 13  # the first one also to check its picture
-    dataset.values = [row % 2 for row in range(12)]
-    dataset.targets = torch.tensor(dataset.values)  # type: ignore[attr-defined]
-    dataset.classes = ["even", "odd"]  # type: ignore[attr-defined]
-    dataset.reads = 0
-    listed = list_dataset(dataset)
-    assert listed.labels.tolist() == [row % 2 for row in range(12)]
-    assert listed.classes == ["even", "odd"]
-    assert dataset.reads == 13
-    subset = list_dataset(Subset(dataset, [5, 2, 0]))
-    assert subset.labels.tolist() == [1, 0, 0]
-    assert subset.classes == ["even", "odd"]
+    dataset = Pairs(folder, [row % 2 for row in range(12)])
+    for classes in (["0", "1"], ["even", "odd"]):
+        listed = list_dataset(dataset)
+        assert (listed.classes, listed.labels.tolist()) == (classes, [row % 2 for row in range(12)])
+        assert dataset.reads == 13  # the first one also to check its picture
+        dataset.targets = torch.tensor(dataset.values)  # type: ignore[attr-defined]
+        dataset.classes, dataset.reads = ["even", "odd"], 0  # type: ignore[attr-defined]
     names = list_dataset(Pairs(folder, ["b", "a"] * 6))
     assert (names.classes, names.labels.tolist()) == (["a", "b"], [1, 0] * 6)
-    boxes = list_dataset(Pairs(folder, [{"box": 1}] * 12))
-    assert set(boxes.labels.tolist()) == {-1}
-    assert "labels of type dict are not stored" in boxes.notes[0]
+    assert set(list_dataset(Pairs(folder, [{"box": 1}] * 12)).labels.tolist()) == {-1}
     with pytest.warns(UserWarning, match="labels of type dict are not stored"):
         extract_features(Pairs(folder, [{"box": 1}] * 12), out=tmp_path / "out", backbone=backbone, **QUICK).close()
     dataset.targets = dict.fromkeys(range(12), 1)  # type: ignore[attr-defined]
     assert list_dataset(dataset).labels.tolist() == [row % 2 for row in range(12)]
-
-
-def test_a_picture_that_cannot_be_read_is_a_failed_row(folder: Path, tmp_path: Path, backbone: Backbone) -> None:
-    dataset = Pairs(folder, [0] * 12)
-    dataset.targets = [0] * 12  # type: ignore[attr-defined]
-    (folder / dataset.names[3]).write_bytes(b"no picture")
-    with extract_features(dataset, out=tmp_path / "out", backbone=backbone, **QUICK) as reader:
-        ((row, path, status, reason),) = reader.failures
-        assert (row, path, status) == (3, "03", "decode error")
-        assert "cannot identify image file" in reason
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -142,11 +121,14 @@ def test_whatever_a_dataset_raises_is_a_failed_row(
             return super().__getitem__(row)
 
     of = QUICK | {"workers": workers}
-    with extract_features(Bad(folder, ["a", "b"] * 6), out=tmp_path / "out", backbone=backbone, **of) as reader:
-        assert [(row, reason) for row, _, _, reason in reader.failures] == [
-            (2, "KeyError: 'no key'"), (5, "StopIteration: StopIteration"),
+    dataset = Bad(folder, ["a", "b"] * 6)
+    (folder / dataset.names[3]).write_bytes(b"no picture")
+    with extract_features(dataset, out=tmp_path / "out", backbone=backbone, **of) as reader:
+        assert [(row, path, status, reason[:28]) for row, path, status, reason in reader.failures] == [
+            (2, "02", "decode error", "KeyError: 'no key'"), (3, "03", "decode error", "cannot identify image file '"),
+            (5, "05", "decode error", "StopIteration: StopIteration"),
         ]  # fmt: skip
-        assert reader.labels.tolist() == [-1 if row in (2, 5) else row % 2 for row in range(12)]
+        assert reader.labels.tolist() == [-1 if row in (2, 3, 5) else row % 2 for row in range(12)]
 
 
 def test_odd_labels_and_classes(folder: Path) -> None:
@@ -162,8 +144,6 @@ def test_odd_labels_and_classes(folder: Path) -> None:
     files = Pairs(folder, [row % 2 for row in range(12)])
     files.targets = [f"{row}.xml" for row in range(12)]  # type: ignore[attr-defined]
     assert list_dataset(files).classes == ["0", "1"]
-    with pytest.raises(InputError, match="one colour picture or several grey ones"):
-        list_dataset(np.zeros((40, 50, 3), np.uint8))
 
 
 def test_a_second_run_computes_nothing_and_refuses_other_pictures(
@@ -194,17 +174,19 @@ def test_other_objects_are_refused(folder: Path) -> None:
         def __iter__(self) -> Any:
             return iter(pictures_of(folder))
 
-    for other in ({"a": 1}, (picture for picture in pictures_of(folder))):
-        with pytest.raises(InputError, match="has no length and no items by number"):
-            list_dataset(other)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="Stream has no length"):
-        list_dataset(Stream())  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="the list is empty"):
-        list_dataset([])
-    with pytest.raises(InputError, match="the first item of the list is a dict; expected a PIL picture"):
-        list_dataset([{"a": 1}])
-    with pytest.raises(InputError, match="not an 8-bit picture scaled"):
-        list_dataset([torch.randn(3, 8, 8)])
+    refused: list[tuple[Any, str]] = [
+        ({"a": 1}, "has no length and no items by number"),
+        ((picture for picture in pictures_of(folder)), "has no length and no items by number"),
+        (Stream(), "Stream has no length"),
+        ([], "the list is empty"),
+        ([{"a": 1}], "the first item of the list is a dict; expected a PIL picture"),
+        ([torch.randn(3, 8, 8)], "not an 8-bit picture scaled"),
+        (np.zeros((40, 50, 3), np.uint8), "one colour picture or several grey ones"),
+        ([str(folder / "ant/00.png"), Image.new("RGB", (8, 8))], "paths, and an item of type Image"),
+    ]
+    for given, message in refused:
+        with pytest.raises(InputError, match=message):
+            list_dataset(given)
 
 
 # Hugging Face
@@ -370,19 +352,18 @@ def test_images_of_hugging_face_are_found_again(
     hugging_face.save_to_disk(str(tmp_path / "saved"))
     images = f"hfds://{tmp_path}/saved"
     extract_features(images, out=tmp_path / "out", backbone=backbone, **QUICK).close()
-    root = DataSet.open(tmp_path / "out").images["root"]
-    again = listed_again(root, ["05", "02"])
-    assert [again.source.read(row)[0] for row in (0, 1)] == [
-        (folder / [*files_of(folder)][row]).read_bytes() for row in (5, 2)
-    ]
-    with pytest.raises(InputError, match="a location that only the data set names"):
-        listed_again("hfds://someone/photos", ["05"])
-    with pytest.raises(InputError, match="were in the memory of a program"):
-        listed_again("memory:list", ["05"], None)
+    again = listed_again(DataSet.open(tmp_path / "out").images["root"], ["05", "02"])
+    data = [*files_of(folder).values()]
+    assert [again.source.read(row)[0] for row in (0, 1)] == [data[5], data[2]]
     (tmp_path / "remote").mkdir()
     (tmp_path / "remote" / "README.md").write_text("---\nconfigs: [{config_name: a, data_files: 'http://h/x'}]\n---\n")
-    with pytest.raises(InputError, match="a location that only the data set names"):
-        listed_again(f"hfds://{tmp_path}/remote", ["05"])
+    for where, message in (
+        ("hfds://someone/photos", "a location that only the data set names"),
+        (f"hfds://{tmp_path}/remote", "a location that only the data set names"),
+        ("memory:list", "were in the memory of a program"),
+    ):
+        with pytest.raises(InputError, match=message):
+            listed_again(where, ["05"])
     with pytest.raises(InputError, match="a plan is written for a folder or a list only"):
         write_plan(images, tmp_path / "plan")
 
@@ -395,19 +376,17 @@ def test_wrong_datasets_of_hugging_face_are_refused(hugging_face: Any, tmp_path:
         list_images(f"hfds://{tmp_path}/none")
     shutil.rmtree(tmp_path / "saved")
     two = hugging_face.add_column("other", hugging_face.with_format("arrow")[:]["image"].to_pylist())
-    two = two.cast_column("other", hugging_face.features["image"])
-    with pytest.raises(InputError, match="several columns have images: image, other"):
-        list_dataset(two)
-    with pytest.raises(InputError, match="no column has images"):
-        list_dataset(hugging_face.remove_columns("image"))
-    with pytest.raises(InputError, match="is a stream"):
-        list_dataset(hugging_face.to_iterable_dataset())
+    for dataset, message in (
+        (two.cast_column("other", hugging_face.features["image"]), "several columns have images: image, other"),
+        (hugging_face.remove_columns("image"), "no column has images"),
+        (hugging_face.to_iterable_dataset(), "is a stream"),
+    ):
+        with pytest.raises(InputError, match=message):
+            list_dataset(dataset)
 
 
-def test_a_series_of_pandas_and_mixed_lists(folder: Path) -> None:
+def test_a_series_of_pandas_is_a_list_of_paths(folder: Path) -> None:
     import pandas as pd
 
     paths = [str(folder / name) for name in files_of(folder)]
     assert list_dataset(pd.Series(paths, index=range(5, 17))).paths == sorted(paths)
-    with pytest.raises(InputError, match="paths, and an item of type Image"):
-        list_dataset([paths[0], pictures_of(folder)[0]])

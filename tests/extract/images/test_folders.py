@@ -5,16 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from extract.errors import InputError
-from extract.images import Decoding, list_images, load_batches
+from extract.images import list_images
 from extract.images.decoding import decode
 from extract.images.plan_writing import write_plan
 from extract.row_status import Status
 from tests.conftest import make_picture
-from tests.extract.images.making import as_tensor, batch_of, encoded, touch
+from tests.extract.images.making import batch_of, encoded, touch
 
 # Listing
 
@@ -120,28 +119,6 @@ def test_an_orientation_that_cannot_be_read_asks_for_nothing() -> None:
 
 
 # Loading
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_come_in_order_with_status_and_reasons(folder: Path, workers: int) -> None:
-    (folder / "ant" / "06.png").write_bytes(b"")
-    (folder / "bee" / "04.png").write_text("no picture")
-    (folder / "cat" / "99.jpg").symlink_to(folder / "nothing")
-    found = list_images(folder)
-    batches = list(
-        load_batches(found, [[0, 1, 2], [3, 4], [5, 6, 7, 8, 9, 10, 11, 12]], Decoding(as_tensor, workers=workers))
-    )
-    assert [batch.rows.tolist() for batch in batches] == [[0, 1, 2], [3, 4], [5, 6, 7, 8, 9, 10, 11, 12]]
-    reasons = {found.paths[row]: reason for batch in batches for row, reason in batch.reasons.items()}
-    assert reasons == {
-        "ant/06.png": "empty file", "bee/04.png": "not an image in a known format", "cat/99.jpg": "no such file",
-    }  # fmt: skip
-    for batch in batches:
-        good = [row for row, status in zip(batch.rows, batch.status, strict=True) if status == Status.OK]
-        expected = [as_tensor(Image.open(folder / found.paths[row]).convert("RGB")) for row in good]
-        assert torch.equal(batch.images, torch.stack(expected))
-    status = np.concatenate([batch.status for batch in batches])
-    assert sorted(status.tolist()) == [Status.OK] * 10 + [Status.DECODE_ERROR] * 2 + [Status.MISSING]
 
 
 def test_a_batch_tells_size_time_and_hash_of_the_files(folder: Path) -> None:

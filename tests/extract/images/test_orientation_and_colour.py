@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
 from numpy.typing import NDArray
 from PIL import Image, ImageCms
@@ -18,7 +16,6 @@ from extract import FeatureReader, extract_features, load_backbone
 from extract.compute.backbone import Backbone
 from extract.errors import InputError, UnknownNameError
 from extract.extraction.reproduce import features_of_file, recheck
-from extract.images import Decoding, list_images, load_batches
 from extract.images.decoding import decode, header_size, too_dark
 from extract.store.format.dataset import DataSet
 from pipelines.cli import main
@@ -278,13 +275,3 @@ def test_a_run_says_once_which_file_looks_like_twelve_bits(tmp_path: Path, worke
     with pytest.warns(UserWarning, match=r"b\.png: all of its 16-bit pixels") as warned:
         extract_features(folder, out=tmp_path / "x", backbone=backbone, workers=workers, progress=False).close()
     assert len([warning for warning in warned if "16-bit" in str(warning.message)]) == 1
-
-
-def test_a_batch_names_the_rows_that_look_like_twelve_bits(tmp_path: Path) -> None:
-    for i in range(3):
-        (tmp_path / f"{i}.png").write_bytes(twelve_in_sixteen(i == 1, "PNG"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        decoding = Decoding(lambda picture: torch.from_numpy(np.array(picture)), workers=1)
-        [batch] = load_batches(list_images(tmp_path), [[0, 1, 2]], decoding)
-    assert list(batch.notes) == [1]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageCms, ImageFile
+from PIL import Image, ImageFile
 
 from extract import Status, extract_features
 from extract.images.decoding import decode
@@ -141,15 +141,6 @@ def icon(picture: bytes) -> bytes:
 def icns(picture: bytes) -> bytes:
     """An .icns with one PNG, which calls itself 256 x 256."""
     return b"icns" + struct.pack(">I", 16 + len(picture)) + b"ic08" + struct.pack(">I", 8 + len(picture)) + picture
-
-
-def swapping_profile() -> bytes:
-    """A profile that calls red what sRGB calls blue."""
-    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-    head, tags, rest = profile[:128], profile[128:260], profile[260:]
-    swapped = tags.replace(b"rXYZ", b"----").replace(b"bXYZ", b"rXYZ").replace(b"----", b"bXYZ")
-    assert swapped != tags
-    return head + swapped + rest
 
 
 # A PNG that says that it has 200 million pixels.
@@ -335,7 +326,6 @@ GOOD: dict[str, Callable[[], Kind]] = {
     "png_gamma.png": lambda: Kind(
         png(40, 8, 2, [row.tobytes() for row in RGB], chunk(b"gAMA", struct.pack(">I", 100_000))), RGB
     ),
-    "png_profile.png": lambda: Kind(encoded(RGB, "PNG", icc_profile=swapping_profile()), RGB),
     # Grey
     "grey.png": lambda: Kind(encoded(GREY, "PNG"), grey_rgb(GREY)),
     "grey.pgm": lambda: Kind(encoded(GREY, "PPM"), grey_rgb(GREY)),
@@ -407,7 +397,6 @@ GOOD: dict[str, Callable[[], Kind]] = {
     "jpeg_progressive.jpg": lambda: _lossy(encoded(RGB, "JPEG", progressive=True)),
     "jpeg_arithmetic.jpg": lambda: Kind(ARITHMETIC, BLOCKS, 2),
     "jpeg_rgb.jpg": lambda: Kind(encoded(BLOCKS, "JPEG", quality=100, keep_rgb=True), BLOCKS, 2),
-    "jpeg_profile.jpg": lambda: _lossy(encoded(RGB, "JPEG", icc_profile=swapping_profile())),
     "jpeg_called_png.png": lambda: _lossy(encoded(RGB, "JPEG")),
     "mpo.jpg": _mpo,
     "avif_sequence.avif": lambda: _lossy(_frames("AVIF")),
@@ -477,13 +466,6 @@ def test_every_kind_of_picture_has_the_pixels_it_was_made_from() -> None:
     assert differences == {}
 
 
-def test_a_ycck_file_and_an_arithmetic_one_are_what_they_are_called() -> None:
-    with Image.open(io.BytesIO(_ycck().data)) as image:
-        assert image.info["adobe_transform"] == 2
-    assert b"\xff\xc9" in ARITHMETIC
-    assert b"\xff\xc0" not in ARITHMETIC
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", ["cmyk.jpg", "ycck.jpg", "lossy.jpg", "jpeg_progressive.jpg"])
 def test_another_decoder_gives_the_same_pixels(name: str) -> None:
@@ -494,15 +476,6 @@ def test_another_decoder_gives_the_same_pixels(name: str) -> None:
     given = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     theirs = torchvision_io.decode_image(given, mode=torchvision_io.ImageReadMode.RGB)
     assert np.abs(np.asarray(decode(data)).astype(int) - theirs.permute(1, 2, 0).numpy()).max() <= 2
-
-
-def test_a_profile_is_not_applied_though_it_would_change_the_pixels() -> None:
-    data = GOOD["png_profile.png"]().data
-    with Image.open(io.BytesIO(data)) as image:
-        profile = ImageCms.ImageCmsProfile(io.BytesIO(image.info["icc_profile"]))
-        converted = np.array(ImageCms.profileToProfile(image, profile, ImageCms.createProfile("sRGB")))
-    assert np.abs(converted.astype(int) - RGB[..., ::-1]).max() <= 3  # red and blue change places
-    assert np.array_equal(decode(data), RGB)
 
 
 # Orientation

@@ -228,7 +228,7 @@ def test_a_profile_behind_the_data_of_a_tiff_may_end_in_zeros(compression: str) 
     assert np.array_equal(decode(data), pixels_of(data))
 
 
-@pytest.mark.parametrize("rows", [0, 40, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [0, 40])
 @pytest.mark.parametrize("options", [{}, {"quality": 5}, {"quality": 100, "method": 0}, {"method": 6}], ids=str)
 def test_lossy_webp_that_ends_in_a_flat_area_is_decoded(options: dict[str, Any], rows: int) -> None:
     """Its data end in zeros, which no decoder can tell from zeros that were never written but by their number."""

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class LivingFolder(RuleBasedStateMachine):
         self.deleted: dict[str, bytes] = {}
         self.computed: list[bytes] = []
         self.at_kills: list[dict[Path, bytes]] = []  # since the last completed pass
-        self.passes = self.kills = self.damages = 0
+        self.passes = self.kills = 0
         self.damaged = False  # a table of the published version
 
     def contents(self) -> dict[Path, bytes]:
@@ -56,10 +57,7 @@ class LivingFolder(RuleBasedStateMachine):
         return {path: xxhash.xxh3_128_digest(path.read_bytes()) for path in files}
 
     def teardown(self) -> None:
-        STATISTICS["sequences"] += 1
-        STATISTICS["passes"] += self.passes
-        STATISTICS["kills"] += self.kills
-        STATISTICS["damages"] += self.damages
+        COUNTS.update(sequences=1, passes=self.passes, kills=self.kills)
         shutil.rmtree(self.home)
 
     def path(self, name: str) -> Path:
@@ -165,7 +163,6 @@ class LivingFolder(RuleBasedStateMachine):
             else:
                 os.truncate(table, keep_bytes)
             self.damaged = True
-            self.damages += 1
 
     # Passes
 
@@ -257,17 +254,16 @@ class LivingFolder(RuleBasedStateMachine):
                 self.stored.add(xxhash.xxh3_128_digest(content))
 
 
-STATISTICS = {"sequences": 0, "passes": 0, "kills": 0, "damages": 0}
+COUNTS = Counter[str]()
 
 
 @pytest.mark.parametrize(
-    "count", [3, pytest.param(30, marks=pytest.mark.slow), pytest.param(160, marks=pytest.mark.soak)]
+    "count", [3, pytest.param(20, marks=pytest.mark.slow), pytest.param(160, marks=pytest.mark.soak)]
 )
 def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(count: int) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a child that is forked has no other threads
-    for name in STATISTICS:
-        STATISTICS[name] = 0
+    COUNTS.clear()
     try:
         run_state_machine_as_test(
             LivingFolder,
@@ -282,8 +278,6 @@ def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(count: in
         )
     finally:
         torch.set_num_threads(threads)
-    print(STATISTICS)
-    assert STATISTICS["sequences"] >= count
-    assert STATISTICS["passes"] > count
-    if count > 3:  # few sequences may hold no kill by chance
-        assert STATISTICS["kills"] > count // 3
+    assert COUNTS["sequences"] >= count
+    assert COUNTS["passes"] > count
+    assert COUNTS["kills"] > count // 3 or count == 3  # few sequences may hold no kill by chance

@@ -13,6 +13,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ import pytest
 import xxhash
 
 from extract import FeatureReader, InputError, LayertapError, LockedError
+from extract.extraction import reproduce
 from extract.extraction.run import extract
 from extract.images import list_images
 from extract.row_status import Status
@@ -36,6 +38,7 @@ from extract.sync.difference import Guards, Report
 from extract.sync.passes import VanishedError
 from extract.sync.records import locate
 from extract.sync.scan import Scan, ScannedFile
+from tests.extract.images.making import files_of
 from tests.extract.sync.changes import write_as_changes
 from tests.extract.sync.tiny import EAGER, fresh_of, one_pass, picture, planner, same_as_fresh
 
@@ -76,22 +79,23 @@ class Home:
             return sorted(reader.paths)
 
 
-@pytest.fixture
-def new(tmp_path: Path) -> Home:
-    """Ten pictures, of which there is no data set yet."""
-    home = Home(tmp_path)
+def of_ten(path: Path) -> Home:
+    home = Home(path)
     for i in range(10):
         home.write(f"{'ab'[i % 2]}/{i}.ppm", i)
     return home
 
 
+@pytest.fixture
+def new(tmp_path: Path) -> Home:
+    """Ten pictures, of which there is no data set yet."""
+    return of_ten(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def _after_a_pass(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("passes")
-    home = Home(path / "home")
-    for i in range(10):
-        home.write(f"{'ab'[i % 2]}/{i}.ppm", i)
-    home.sync()
+    of_ten(path / "home").sync()
     shutil.copytree(path / "home", path / "whole")
     return path
 
@@ -385,21 +389,16 @@ def test_a_folder_of_something_else_is_left_alone(new: Home) -> None:
 # settings
 
 
-def test_other_features_do_not_mix(home: Home) -> None:
+def test_other_features_do_not_mix(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     home.plan_for = planner(layers=["conv"])
     assert home.sync().unchanged == 10  # nothing says that it is asked for other ones
-    import tests.extract.sync.tiny as tiny
-
-    before = tiny.CONFIGURATION
-    try:
-        tiny.CONFIGURATION = {"layers": "conv"}
+    with monkeypatch.context() as patched:
+        patched.setattr("tests.extract.sync.tiny.CONFIGURATION", {"layers": "conv"})
         with pytest.raises(InputError, match="holds other features"):
             home.sync()
         home.write("a/new.ppm", 60)
         with pytest.raises(InputError, match="features.fc"):
             home.sync()
-    finally:
-        tiny.CONFIGURATION = before
     home.plan_for = planner(batch_size=3)
     assert home.sync().added == 1
 
@@ -427,9 +426,7 @@ def test_rows_of_a_first_pass_that_could_not_publish_are_not_published_as_other_
 def test_libraries_that_compute_otherwise_are_refused_and_others_are_told(home: Home, monkeypatch: Any) -> None:
     home.write("a/new.ppm", 60)
 
-    def with_versions(number: str, scale: float = 1) -> Callable[..., Any]:
-        from dataclasses import replace
-
+    def with_versions(number: str) -> Callable[..., Any]:
         def plan_for(images: Any, out: Path) -> Any:
             plan = planner()(images, out)
             versions = plan.provenance["versions"] | {"torch": number}
@@ -443,8 +440,6 @@ def test_libraries_that_compute_otherwise_are_refused_and_others_are_told(home: 
     assert home.sync().notes == []
     home.write("a/newer.ppm", 61)
     home.plan_for = with_versions("9.10")
-    from extract.extraction import reproduce
-
     real = reproduce.rows_of
 
     def apart(*args: Any) -> Any:
@@ -471,14 +466,11 @@ def test_a_dry_run_tells_and_writes_nothing(new: Home) -> None:
     (new.root / "a/2.ppm").unlink()
     new.write("a/4.ppm", 60)
     new.write("a/new.ppm", 61)
-    files = {path: path.read_bytes() for path in new.out.rglob("*") if path.is_file()}
-    report = new.sync(dry_run=True)
-    dry_counts = counts(report)
-    assert dry_counts == (1, 1, 1, 1, 7, 2)
+    files = files_of(new.out)
+    assert counts(new.sync(dry_run=True)) == (1, 1, 1, 1, 7, 2)
     assert new.planned == []
-    after = {path: path.read_bytes() for path in new.out.rglob("*") if path.is_file()}
-    assert after == files
-    assert counts(new.sync()) == dry_counts
+    assert files_of(new.out) == files
+    assert counts(new.sync()) == (1, 1, 1, 1, 7, 2)
 
 
 def test_a_dry_run_after_a_kill_changes_no_file_and_no_time(home: Home) -> None:
@@ -489,21 +481,15 @@ def test_a_dry_run_after_a_kill_changes_no_file_and_no_time(home: Home) -> None:
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
-    def state() -> dict[Path, Any]:
-        paths = [home.out, *home.out.rglob("*")]
-        stats = {path: path.stat() for path in paths}
-        return {
-            path: (stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, path.is_file() and path.read_bytes())
-            for path, stat in stats.items()
-        }
+    def state() -> list[Any]:
+        stats = [(path, path.stat()) for path in sorted([home.out, *home.out.rglob("*")])]
+        return [files_of(home.out), *((path, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats)]
 
-    before = state()
-    assert home.sync(dry_run=True).computed < 8  # what was stored is known
-    assert state() == before
-    (home.out / ".lock").unlink()
-    before = state()
-    assert home.sync(dry_run=True).computed < 8  # what was stored is known
-    assert state() == before
+    for _ in range(2):  # with the file of the lock, and without
+        before = state()
+        assert home.sync(dry_run=True).computed < 8  # what was stored is known
+        assert state() == before
+        (home.out / ".lock").unlink(missing_ok=True)
     assert home.sync().rows == 18
 
 
@@ -681,11 +667,9 @@ def test_guards_hold_when_the_records_were_lost(new: Home) -> None:
 
 
 def test_a_table_that_the_system_cannot_map_is_not_damaged(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
+    full = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     with monkeypatch.context() as patch:
-        patch.setattr("extract.store.format.version.mmap.mmap", fail)
+        patch.setattr("extract.store.format.version.mmap.mmap", Mock(side_effect=full))
         with pytest.raises(LayertapError, match="cannot read .*Cannot allocate memory"):
             home.sync()
     assert home.sync().notes == []
@@ -705,12 +689,7 @@ def test_a_pass_is_never_given_the_number_of_another(home: Home) -> None:
 
 def test_the_rows_of_an_interrupted_first_pass_survive_an_error_of_the_settings(new: Home) -> None:
     assert new.sync(stop=lambda: True).stopped
-    good = new.plan_for
-
-    def without_weights(images: Any, out: Path) -> Any:
-        raise InputError("the weights are not there")
-
-    new.plan_for = without_weights
+    good, new.plan_for = new.plan_for, Mock(side_effect=InputError("the weights are not there"))
     with pytest.raises(InputError, match="the weights are not there"):
         new.sync()
     new.plan_for = good
@@ -761,12 +740,17 @@ def test_a_link_that_goes_during_the_scan_is_not_there(new: Home, monkeypatch: A
 
 
 def test_rows_that_a_version_cannot_have_are_refused(home: Home) -> None:
-    def behind_the_last(file: h5py.File) -> None:
-        file["row"][-1] = 11
-
-    change_table(home.out, behind_the_last)
+    change_table(home.out, lambda file: file["row"].write_direct(np.full(10, 11)))
     with pytest.raises(InputError, match="has no row"):
         FeatureReader(home.out)
+
+
+def exit_code(do: Callable[[], None]) -> int | None:
+    """That of another process that does this."""
+    child = multiprocessing.get_context("fork").Process(target=do)
+    child.start()
+    child.join()
+    return child.exitcode
 
 
 def test_a_reader_sees_one_version_throughout(home: Home) -> None:
@@ -782,12 +766,7 @@ def test_a_reader_sees_one_version_throughout(home: Home) -> None:
         np.testing.assert_array_equal(reader["fc"][:], features)
         np.testing.assert_array_equal(reader["fc"][[3, 1, 3]], features[[3, 1, 3]])
         assert reader.paths == paths
-        child = multiprocessing.get_context("fork").Process(
-            target=np.testing.assert_array_equal, args=(reader["fc"][:], features)
-        )
-        child.start()
-        child.join()
-        assert child.exitcode == 0
+        assert exit_code(lambda: np.testing.assert_array_equal(reader["fc"][:], features)) == 0
     assert len(home.paths()) == 12
     same_as_fresh(home.root, home.out)
 
@@ -853,22 +832,20 @@ def _open_until(out: Path, stop: Any) -> None:
 
 
 def test_two_passes_at_once_are_one(new: Home) -> None:
+    pid = os.getpid()
+
+    def locked_out() -> None:
+        with pytest.raises(LockedError, match=f"locked by pid {pid} on .* since 20"):
+            new.sync()
+        with pytest.raises(LockedError):
+            compact(new.out, 0)
+
     def second(plan: Any, count: int) -> None:
-        child = multiprocessing.get_context("fork").Process(target=_locked_out, args=(new, os.getpid()))
-        child.start()
-        child.join()
-        assert child.exitcode == 0
+        assert exit_code(locked_out) == 0
 
     new.sync()
     new.write("a/new.ppm", 60)
     assert new.sync(on_plan=second).added == 1
-
-
-def _locked_out(home: Home, pid: int) -> None:
-    with pytest.raises(LockedError, match=f"locked by pid {pid} on .* since 20"):
-        home.sync()
-    with pytest.raises(LockedError):
-        compact(home.out, 0)
 
 
 # compaction
