@@ -228,21 +228,6 @@ def test_attributes_that_raise_are_no_attributes(photos: Path) -> None:
 
     check(Lazy(ImageFolder(str(photos))))
 
-    class OnlyWithPictures(ImageFolder):
-        """Its own label depends on the loader."""
-
-        @property
-        def samples(self) -> Any:  # type: ignore[override]
-            if self.loader is not torchvision.datasets.folder.default_loader:
-                raise RuntimeError
-            return self._pairs
-
-        @samples.setter
-        def samples(self, pairs: Any) -> None:
-            self._pairs = pairs
-
-    check(OnlyWithPictures(str(photos)), CLASSES)
-
 
 def test_pairs_of_picture_and_label_of_torchvisions_second_transforms(photos: Path) -> None:
     wrapped = torchvision.datasets.wrap_dataset_for_transforms_v2(ImageFolder(str(photos)))

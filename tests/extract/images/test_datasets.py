@@ -207,20 +207,7 @@ def hugging_face(folder: Path) -> Any:
     return datasets.Dataset.from_dict(rows, features).cast_column("label", classes)
 
 
-def same_features(reader: FeatureReader, other: FeatureReader) -> None:
-    np.testing.assert_array_equal(reader["embedding"][:], other["embedding"][:])
-    np.testing.assert_array_equal(reader.column("source_hash"), other.column("source_hash"))  # the encoded bytes
-    assert [reader.classes[label] for label in reader.labels] == [other.classes[label] for label in other.labels]
-
-
-def test_an_open_dataset_of_hugging_face(
-    hugging_face: Any, tmp_path: Path, backbone: Backbone, from_folder: FeatureReader
-) -> None:
-    with extract_features(hugging_face, out=tmp_path / "a", backbone=backbone, **QUICK | {"workers": 1}) as reader:
-        same_features(reader, from_folder)
-
-
-def test_datasets_of_hugging_face_on_disk(
+def test_datasets_of_hugging_face_in_memory_and_on_disk(
     hugging_face: Any, folder: Path, tmp_path: Path, backbone: Backbone, from_folder: FeatureReader,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -229,10 +216,14 @@ def test_datasets_of_hugging_face_on_disk(
     hugging_face.save_to_disk(str(tmp_path / "saved"))
     (tmp_path / "parquet").mkdir()
     hugging_face.to_parquet(str(tmp_path / "parquet" / "train-0.parquet"))
-    for number, where in enumerate(("saved", "parquet:train:image")):
-        images = f"hfds://{tmp_path}/{where}"
-        with extract_features(images, out=tmp_path / str(number), backbone=backbone, **QUICK) as reader:
-            same_features(reader, from_folder)
+    places = (hugging_face, f"hfds://{tmp_path}/saved", f"hfds://{tmp_path}/parquet:train:image")
+    for number, images in enumerate(places):
+        how = QUICK | {"out": tmp_path / str(number), "backbone": backbone, "workers": int(number == 0)}
+        with extract_features(images, **how) as reader:
+            np.testing.assert_array_equal(reader["embedding"][:], from_folder["embedding"][:])
+            assert np.array_equal(reader.column("source_hash"), from_folder.column("source_hash"))  # the encoded bytes
+            names = [[each.classes[label] for label in each.labels] for each in (reader, from_folder)]
+            assert names[0] == names[1]
             assert set(reader.splits) == {""}
     for where, other in (("saved:image", "saved"), ("parquet:train", "parquet:train:image")):
         listed, same = (list_images(f"hfds://{tmp_path}/{each}") for each in (where, other))

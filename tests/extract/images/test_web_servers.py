@@ -229,17 +229,15 @@ def test_an_archive_behind_a_server_without_ranges_is_refused_at_once(
 
 
 @pytest.mark.parametrize("what", ["b.tar", "b.zip", "b.csv", "b.parquet"])
-def test_a_file_that_the_server_does_not_have_is_reported_as_missing(tmp_path: Path, web: Server, what: str) -> None:
+def test_a_file_is_missing_where_the_server_says_so_and_not_where_it_does_not_answer(
+    tmp_path: Path, web: Server, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extract.images.sources._WAIT_S", 0)
     with pytest.raises(InputError, match="no such (folder or )?file"):
         list_images(f"{web.url}/{what}")
     if what == "b.csv":
         with pytest.raises(InputError, match="no such (folder or )?file"):
             write_plan(f"{web.url}/{what}", tmp_path / "plan")
-
-
-@pytest.mark.parametrize("what", ["a.tar", "a.zip", "a.csv"])
-def test_a_server_that_does_not_answer_is_not_a_missing_file(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extract.images.sources._WAIT_S", 0)
     with pytest.raises(LayertapError, match=r"cannot be (read|listed).*Cannot connect") as raised:
         list_images(f"http://127.0.0.1:9/{what}")
     assert not isinstance(raised.value, InputError)
