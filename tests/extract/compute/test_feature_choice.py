@@ -206,7 +206,7 @@ def test_no_mixture_or_order_of_images_passes_for_rows(change) -> None:
 
 @pytest.mark.parametrize("name", [
     "test_convnext", "test_vit", pytest.param("mixer_s32_224", marks=pytest.mark.slow),
-    pytest.param("swin_tiny_patch4_window7_224", marks=pytest.mark.slow),
+    pytest.param("swin_tiny_patch4_window7_224", marks=pytest.mark.soak),
 ])  # fmt: skip
 def test_the_layers_of_real_networks_are_not_refused(name: str) -> None:
     backbone = load_backbone(f"timm/{name}", weights="random", device="cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import io
 import os
 import pickle
@@ -16,6 +15,7 @@ from unittest.mock import Mock
 import fsspec
 import h5py
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -33,19 +33,18 @@ from tests.extract.compute.small_network import Job, small_network
 from tests.extract.images.making import TINY, as_tensor, batch_of, encoded, files_of, write_archive, write_tar
 
 
+def table_of(folder: Path) -> pd.DataFrame:
+    names = [name for name in reversed(files_of(folder)) if "/" in name]
+    return pd.DataFrame({"label": [name.split("/")[0] for name in names], "path": names})
+
+
 def as_csv(folder: Path, target: Path) -> str:
-    with (folder / "list.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["label", "path"])
-        writer.writerows([[name.split("/")[0], name] for name in reversed(files_of(folder)) if "/" in name])
+    table_of(folder).to_csv(folder / "list.csv", index=False)
     return str(folder / "list.csv")
 
 
 def as_parquet(folder: Path, target: Path) -> str:
-    names = [name for name in reversed(files_of(folder)) if "/" in name]
-    parquet.write_table(
-        pa.table({"path": names, "label": [name.split("/")[0] for name in names]}), folder / "list.parquet"
-    )
+    table_of(folder).to_parquet(folder / "list.parquet")
     return str(folder / "list.parquet")
 
 
@@ -68,9 +67,7 @@ def as_zip(folder: Path, target: Path) -> str:
 
 
 def as_memory(folder: Path, target: Path) -> str:
-    fs = fsspec.filesystem("memory")
-    for name, data in files_of(folder).items():
-        fs.pipe_file(f"/{target.name}/{name}", data)
+    fsspec.filesystem("memory").pipe({f"/{target.name}/{name}": data for name, data in files_of(folder).items()})
     return f"memory://{target.name}"
 
 
@@ -329,17 +326,19 @@ def test_a_member_that_unpacks_to_more_than_it_says_is_refused(tmp_path: Path) -
 
 
 def test_archives_that_cannot_be_read_are_errors(folder: Path, tmp_path: Path) -> None:
-    write_tar(tmp_path / "a.tar", files_of(folder))
-    with pytest.raises(InputError, match=r"b\.tar: no such file"):
-        list_images(tmp_path / "{a,b}.tar")
-    with pytest.raises(InputError, match="no such file"):
-        list_images(tmp_path / "none-*.tar")
-    with pytest.raises(InputError, match=r"no images; its only file is not an image \(.tar 1\); to read archives"):
-        (tmp_path / "only").mkdir()
-        write_tar(tmp_path / "only" / "a.tar", files_of(folder))
-        list_images(tmp_path / "only")
-    with pytest.raises(InputError, match="is not a range"):
-        list_images(tmp_path / "x-{9..3}.tar")
+    (tmp_path / "only").mkdir()
+    write_tar(tmp_path / "only" / "a.tar", files_of(folder))
+    for name, message in (
+        ("only/{a,b}.tar", r"b\.tar: no such file"),
+        ("none-*.tar", "no such file"),
+        ("only", r"no images; its only file is not an image \(.tar 1\); to read archives"),
+        ("x-{9..3}.tar", "is not a range"),
+        ("p.tar.gz", "the middle of a compressed tar"),
+        ("p.tgz", "the middle of a compressed tar"),
+        ("p.tar.xz", "the middle of a compressed tar"),
+    ):
+        with pytest.raises(InputError, match=message):
+            list_images(tmp_path / name)
 
 
 def test_a_source_is_pickled_without_what_it_has_open(folder: Path, tmp_path: Path) -> None:
@@ -547,12 +546,13 @@ def test_arrays_of_floats_of_no_known_range_are_refused_without_a_line(tmp_path:
 
 
 def test_urls_that_lead_nowhere_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no such folder or file|no files there"):
-        list_images("memory://nothing/here")
-    with pytest.raises(LayertapError, match="nosuchprotocol"):
-        list_images("nosuchprotocol://a/b")
-    with pytest.raises(InputError, match="arrays are read from local files only"):
-        list_images("memory://a/b.npy")
+    for url, message in (
+        ("memory://nothing/here", "no such folder or file|no files there"),
+        ("nosuchprotocol://a/b", "nosuchprotocol"),
+        ("memory://a/b.npy", "arrays are read from local files only"),
+    ):
+        with pytest.raises(LayertapError, match=message):
+            list_images(url)
 
 
 def test_a_memory_folder_that_vanishes_stops_the_run(
@@ -728,7 +728,6 @@ def test_a_transform_that_fails_is_a_row_with_a_reason(folder: Path) -> None:
 
 
 def test_what_tools_make_of_archives(folder: Path, tmp_path: Path) -> None:
-    files = files_of(folder)
     with tarfile.open(tmp_path / "links.tar", "w") as tar:
         for name, kind in (("a/0.png", tarfile.REGTYPE), ("b/1.png", tarfile.LNKTYPE)):
             info = tarfile.TarInfo(name)
@@ -742,21 +741,16 @@ def test_what_tools_make_of_archives(folder: Path, tmp_path: Path) -> None:
         zipped.writestr("..\\up.png", b"x")
     found = list_images(tmp_path / "windows.zip")
     assert (found.paths, found.classes) == (["cat/0.png"], ["cat"])
-    write_tar(tmp_path / "root.tar", {f"photos/{name}": data for name, data in files.items()})
-    assert (
-        "all images lie in the folder 'photos', which is the only class" in list_images(tmp_path / "root.tar").notes[0]
-    )
-    for name in ("p.tar.gz", "p.tgz", "p.tar.xz"):
-        (tmp_path / name).write_bytes(b"x")
-        with pytest.raises(InputError, match="the middle of a compressed tar"):
-            list_images(tmp_path / name)
+    write_tar(tmp_path / "root.tar", {f"photos/{name}": data for name, data in files_of(folder).items()})
+    [note] = list_images(tmp_path / "root.tar").notes
+    assert "all images lie in the folder 'photos', which is the only class" in note
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 def test_a_table_of_values_without_rows_has_its_columns(tmp_path: Path, suffix: str) -> None:
-    where = tmp_path / f"labels{suffix}"
+    where, table = tmp_path / f"labels{suffix}", pd.DataFrame({"path": [], "label": []})
     if suffix == ".csv":
-        where.write_text("path,label\n")
+        table.to_csv(where, index=False)
     else:
-        parquet.write_table(pa.table({"path": pa.array([], pa.string()), "label": pa.array([], pa.int64())}), where)
+        table.astype({"path": str}).to_parquet(where)
     assert read_table(str(where), "label") == ({"path": [], "label": []}, [])
