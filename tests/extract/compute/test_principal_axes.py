@@ -185,7 +185,7 @@ def test_files_that_are_no_axes_or_other_axes_are_refused(tmp_path: Path) -> Non
     ):  # fmt: skip
         for read in (axes_source, AxesProjection(50, 4, False).load):
             with pytest.raises(InputError, match=message):
-                read(tmp_path / message.partition(" ")[0])  # type: ignore[operator]
+                read(tmp_path / message.partition(" ")[0])
     content = load_file(path)
     for name, values in (("mean", content["mean"] * np.nan), ("explained_variance", content["explained_variance"][:2])):
         save_file({**content, name: values}, other)

@@ -144,7 +144,7 @@ def test_features_of_a_list_behind_a_web_server_are_those_of_the_list(
         with extract_features(f"{place}/list.csv", **how) as reader:
             features.append(reader["embedding"][:])
     assert np.isfinite(features[0]).all()
-    assert np.array_equal(*features)
+    assert np.array_equal(features[0], features[1])
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "parquet"])
