@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -285,15 +286,14 @@ def test_prefix_tokens_that_are_not_stated_are_not_guessed(vit_file: Path) -> No
 
 
 def test_files_that_cannot_be_used(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no.py: No such file"):
-        load_backbone(f"python/{tmp_path}/no.py:small")
-    with pytest.raises(InputError, match=r"expected python/FILE.py:FACTORY"):
-        load_backbone(f"python/{file}")
-    file.write_text("import nonsense_that_is_not_there")
-    with pytest.raises(InputError, match="net.py cannot be imported: ModuleNotFoundError"):
-        load_backbone(f"python/{file}:small")
-    file.write_text(CODE)
-    with pytest.raises(InputError, match="--weights random is not supported"):
-        load_backbone(f"python/{file}:small", weights="random")
-    with pytest.raises(InputError, match="the classifier layer is unknown"):
-        load_backbone(f"python/{file}:small", allow_missing_head=True)
+    (tmp_path / "bad.py").write_text("import nonsense_that_is_not_there")
+    refused: list[tuple[str, dict[str, Any], str]] = [
+        (f"{tmp_path}/no.py:small", {}, "no.py: No such file"),
+        (f"{file}", {}, "expected python/FILE.py:FACTORY"),
+        (f"{tmp_path}/bad.py:small", {}, "bad.py cannot be imported: ModuleNotFoundError"),
+        (f"{file}:small", {"weights": "random"}, "--weights random is not supported"),
+        (f"{file}:small", {"allow_missing_head": True}, "the classifier layer is unknown"),
+    ]
+    for place, how, message in refused:
+        with pytest.raises(InputError, match=message):
+            load_backbone(f"python/{place}", **how)

@@ -79,13 +79,6 @@ def test_poolings_follow_each_other_and_projections_have_seeds_in_their_names(re
         choose_features(resnet, ["layer1:srp64:grid4"])
 
 
-def test_projections_and_what_follows_them_are_not_compiled(resnet: Backbone) -> None:
-    compiled, following = choose_features(resnet, ["layer1:srp64", "layer1:grid4:srp8:srp4", "layer2"]).split()
-    assert {feature.name: (feature.pooling, following[feature.name].name) for feature in compiled.features} == {
-        "layer1:srp64": ("", "srp64"), "layer1:grid4:srp8:srp4": ("grid4", "srp8:srp4"), "layer2": ("mean_map", ""),
-    }  # fmt: skip
-
-
 def test_windows_and_tokens_in_another_order_have_no_grid(net: Backbone) -> None:
     with pytest.raises(InputError, match="grid2 does not fit an activation of shape .4, 4, 14, 14. per image"):
         choose_features(net, ["windows:grid2"])

@@ -162,14 +162,6 @@ def test_equal_chains_have_one_name_with_all_numbers() -> None:
     assert {name: resolve_pooling(name, x, layout).name for name in names} == names
 
 
-def test_what_compilers_take_ends_before_the_first_that_they_do_not() -> None:
-    chain = resolve_pooling("grid2:srp4:none:srp2", torch.randn(2, 8, 7, 7), Layout("map", "CHW"))
-    before, after = chain.split()
-    assert (before.name, after.name) == ("grid2", "srp4:srp2")
-    x = torch.randn(5, 8, 7, 7)
-    assert torch.equal(after(before(x)), chain(x))
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("layer1", ("layer1", "")), ("layer1:grid4:srp512s1", ("layer1", "grid4:srp512s1")), ("lstm:0", ("lstm:0", "")),

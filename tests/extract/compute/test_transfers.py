@@ -96,17 +96,6 @@ def test_every_copy_arrives_whole_whatever_the_order_in_which_they_are_made(seed
     assert not gpu.down
 
 
-def test_small_copies_do_not_wait_for_each_other() -> None:
-    gpu = MadeUpGpu(0)
-    transfers = Pinned(gpu, 1 << 20)  # type: ignore[arg-type]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MadeUpEvent, "synchronize", None)
-        patch.setattr(gpu, "_go_on", lambda: None)
-        for _ in range(160):  # as many as features of a batch may be
-            transfers.to_host(torch.zeros(4))
-    assert len(gpu.down) == 160
-
-
 def test_a_single_value_is_copied_whatever_its_stride() -> None:
     transfers = Pinned(MadeUpGpu(0), 4096)  # type: ignore[arg-type]
     with torch.inference_mode():

@@ -20,7 +20,7 @@ from torchvision.transforms import v2
 
 from extract import defaults
 from extract.backbones.preprocessing import Preprocessing, from_hf, from_transform
-from extract.images import Decoding, Images, list_images, load_batches
+from extract.images import Images, list_images
 from extract.images.decoding import decode
 from extract.images.sources import TooLargeError, read_remote
 from extract.row_status import Status
@@ -134,13 +134,3 @@ def test_no_transform_makes_a_huge_picture_of_a_thin_one(name: str, size: tuple[
     small = make_picture(1, 60, 50)  # and what is allowed has the pixels that it had
     expected = preprocessing.library_transform(small) if preprocessing.library_transform else None
     assert expected is None or torch.equal(preprocessing.cpu_transform(small), expected)
-
-
-def test_a_thin_picture_is_a_row_with_a_reason(tmp_path: Path) -> None:
-    Image.new("RGB", (65_000, 1)).save(tmp_path / "thin.png")
-    images = list_images(tmp_path)
-    preprocessing = TRANSFORMS["torchvision, on pictures"]()
-    [batch] = load_batches(images, [[0]], Decoding.for_preprocessing(preprocessing, defaults.MAX_PIXELS, workers=1))
-    assert batch.status.tolist() == [Status.DECODE_ERROR]
-    assert "65000x1 pixels: too thin" in batch.reasons[0]
-    assert not batch.suspect
