@@ -166,7 +166,7 @@ MUTATIONS = (
         "The orientation that EXIF gives is not applied.",
         "    return ImageOps.exif_transpose(image) if turned else image",
         "    return image",
-        ("test_orientation_is_applied_once_in_lossless_files",),
+        ("test_each_orientation_is_applied_once",),
     ),
     Mutation(
         "A colour profile is applied only to pictures that have no alpha.",

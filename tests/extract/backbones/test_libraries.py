@@ -95,7 +95,7 @@ SMALL_CLIPS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def small_clips(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small models among those that open_clip knows by name, as wide as its large ones are deep."""
+    """Small models among those that open_clip knows by name."""
     import open_clip  # a second to import
 
     for name, tower in SMALL_CLIPS.items():

@@ -486,7 +486,7 @@ def test_another_decoder_gives_the_same_pixels(name: str) -> None:
     [("WEBP", {"lossless": True}, 0), ("TIFF", {}, 0), ("PNG", {}, 0),
      ("AVIF", {"quality": 100, "subsampling": "4:4:4"}, 4)],
 )  # fmt: skip
-def test_orientation_is_applied_once_in_lossless_files(kind: str, options: dict[str, Any], rounding: int) -> None:
+def test_each_orientation_is_applied_once(kind: str, options: dict[str, Any], rounding: int) -> None:
     for orientation in STORED:
         data = turned(orientation, kind, **options)
         assert np.abs(np.asarray(decode(data)).astype(int) - RGB).max() <= rounding, orientation
