@@ -52,8 +52,8 @@ LAYERS = {
         "stages.*", "stages.1.blocks.0.mlp:grid2", "stages.1.blocks.0.mlp:meanstd", "stages.1.blocks.0.mlp:srp20",
         "embedding",
     ],
-    "timm/test_vit": [
-        "blocks.*", "blocks.1.attn:none", "blocks.1:cls_token", "norm:mean_tokens", "blocks.0:cls+mean",
+    "timm/vit_tiny_patch16_224": [
+        "blocks.*", "blocks.3.attn:none", "blocks.11:cls_token", "norm:mean_tokens", "blocks.0:cls+mean",
         "blocks.0:last_token", "blocks.0:gem", "blocks.0:meanstd", "blocks.0:grid3:srp20", "blocks.1:srp100:srp10",
         "norm:grid2",
     ],
