@@ -10,7 +10,8 @@ import contextlib
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +20,6 @@ import click
 from extract.errors import DisagreementError, InputError, LayertapError
 from extract.images.listing import check_exists, kind_of
 from extract.store.format.dataset import BUILDING, DataSet
-from extract.store.format.receipt import read_receipt
 from extract.store.places.destination import destination_of
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import locked
@@ -31,88 +31,72 @@ from pipelines.terminal.graceful_stop import signals_held
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.text_output import command_line, counted, print_failures, print_remedy, printable
 
-__all__ = ["ShardLoop", "SharedRun", "as_json", "embed_shared", "exit_code", "print_shared"]
+__all__ = ["SharedRun", "as_json", "build", "embed_shared", "exit_code", "print_shared"]
 
 
 _TICK_S = 1.0
 _JOIN_S = 1800.0  # wait for the first worker: a cluster that grows on demand takes minutes
 _ATTEMPTS = 3  # at a shard
-_HOPELESS = 10  # shards of which an attempt failed since the last one that was built: the cause is not in the shards
+_HINT = "fix the cause, and run the command again; published shards are safe"
+_HOPELESS = 10  # attempts that failed since the last shard that was built: the cause is not in the shards
 
 
-class ShardLoop:
-    """The shards of a run: how many are published, and how often each has failed.
+def build(
+    engine: Processes | RayTasks,
+    shards: Sequence[int | None],
+    on_event: Callable[[Event], None],
+    stop: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Have shards built, in any order and several at once; a failed attempt is repeated after the shards that wait.
+
+    A shard of which too many attempts fail is left out.
 
     Args:
-        engine: builds shards, in any order and several at once.
+        engine: builds shards.
+        shards: their numbers; None: only wait until a worker is ready and has created or opened the data set.
         on_event: called with each event.
+        stop: called about once a second; True ends the wait.
 
-    Attributes:
-        done: number of published shards.
-        attempts: number of attempts that failed or were lost with their worker, at any shard.
-        failed: shard -> why each attempt failed, for shards that were given up.
+    Returns:
+        whether all were built before `stop` ended the wait.
+
+    Raises:
+        LayertapError: the configuration is wrong, the cause of failures is not in the shards, or shards were left out.
     """
+    left, is_proven, in_a_row = set(shards), False, 0
+    reasons: defaultdict[int | None, list[str]] = defaultdict(list)  # why each attempt at a shard failed
+    for shard in shards:
+        engine.submit(shard)
+    while left and not stop():
+        for event in engine.events(_TICK_S):
+            if isinstance(event, Done):
+                left.discard(event.shard)
+                is_proven, in_a_row = is_proven or event.shard is not None, 0
+            elif isinstance(event, Failed) and event.shard in left:
+                # Errors of the configuration appear before the first shard is published, on all workers: one message
+                # is enough.
+                is_of_user = event.shard is None or isinstance(event.error, InputError | DisagreementError)
+                if event.error is not None and is_of_user and not is_proven:
+                    raise event.error
+                in_a_row += 1
+                if in_a_row >= _HOPELESS:
+                    what = f"{in_a_row} attempts failed, and no shard was built between them"
+                    raise LayertapError(f"{what}. The last error: {event.why}", hint=_HINT)
+                reasons[event.shard].append(event.why)
+                if len(reasons[event.shard]) < _ATTEMPTS:
+                    engine.submit(event.shard)
+                else:
+                    left.discard(event.shard)
+            on_event(event)
+    left_out = {shard: whys for shard, whys in reasons.items() if len(whys) >= _ATTEMPTS}
+    if left_out and not left:
+        raise LayertapError("\n".join(starmap(_told, left_out.items())), hint=_HINT)
+    return not left
 
-    def __init__(self, engine: Processes | RayTasks, on_event: Callable[[Event], None] = lambda event: None):
-        self._engine, self._on_event = engine, on_event
-        self._reasons: defaultdict[int | None, list[str]] = defaultdict(list)  # why each attempt at a shard failed
-        self._failing: set[int | None] = set()  # shards of which an attempt failed since the last one that was built
-        self._left: set[int | None] = set()
-        self.done = self.attempts = 0
-        self.failed: dict[int, list[str]] = {}
 
-    def join(self, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until a worker is ready and has created or opened the data set; return False if stopped before.
-
-        Raises:
-            LayertapError: the configuration is wrong, or no worker can be started.
-        """
-        end = time.monotonic() + _JOIN_S
-        self.build([None], lambda: stop() or time.monotonic() > end)
-        if self._left and not stop():
-            raise LayertapError(f"no worker joined within {_JOIN_S / 60:.0f} minutes")
-        return not self._left
-
-    def build(self, shards: Iterable[int | None], stop: Callable[[], bool] = lambda: False) -> None:
-        """Have the shards built; `stop` is called about once a second, and ends it with True.
-
-        Raises:
-            LayertapError: the configuration is wrong, or all attempts fail.
-        """
-        self._left = set(shards)
-        for shard in shards:
-            self._engine.submit(shard)
-        while self._left and not stop():
-            for event in self._engine.events(_TICK_S):
-                if isinstance(event, Failed):
-                    self._attempt_failed(event)
-                elif isinstance(event, Done):
-                    self._left.discard(event.shard)
-                    self._failing.clear()
-                    self.done += event.shard is not None
-                self._on_event(event)
-
-    def _attempt_failed(self, event: Failed) -> None:
-        # Errors of the configuration appear before the first shard is published, on all workers: one message is enough.
-        is_of_user = event.shard is None or isinstance(event.error, InputError | DisagreementError)
-        if event.error is not None and is_of_user and not self.done:
-            raise event.error
-        reasons = self._reasons[event.shard]
-        reasons.append(event.why)
-        self.attempts += 1
-        self._failing.add(event.shard)
-        if len(self._failing) >= _HOPELESS:
-            raise LayertapError(
-                f"{_HOPELESS} shards failed, and none was built between them. The last error: {event.why}",
-                hint="fix the cause, and run the command again; published shards are safe",
-            )
-        if len(reasons) < _ATTEMPTS:
-            self._engine.submit(event.shard)  # after those that wait
-        elif event.shard is None:
-            raise LayertapError(f"no worker can be started: {event.why}")
-        else:
-            self.failed[event.shard] = reasons
-            self._left.discard(event.shard)
+def _told(shard: int | None, reasons: list[str]) -> str:
+    what = "no worker can be started" if shard is None else f"shard {shard} failed {len(reasons)} times and is missing"
+    return f"{what}: {', '.join(dict.fromkeys(reasons))}"
 
 
 class SharedRun:
@@ -122,9 +106,9 @@ class SharedRun:
         config: configuration of the job.
         dataset: the data set; known when a worker has joined.
         published_before: number of shards that were published before.
-        requested: number of shards that this run has to build.
-        loop: what becomes of these shards.
+        done: number of shards that this run had to build and that are published now.
         own: number of shards that this run published, and not another writer of the same data set.
+        attempts_failed: number of attempts at a shard that failed or were lost with their worker.
         seconds: time from the first worker that joined to the last shard.
         hosts: host -> number of rows computed there, of shards that this run published.
         status: row status -> number of rows, likewise.
@@ -135,9 +119,8 @@ class SharedRun:
     dataset: DataSet
 
     def __init__(self, config: EmbedConfig, engine: Processes | RayTasks):
-        self.config = config
-        self.loop = ShardLoop(engine, self._report)
-        self.published_before = self.requested = self.own = self.signal = 0
+        self.config, self._engine = config, engine
+        self.published_before = self.done = self.own = self.attempts_failed = self.signal = 0
         self.seconds = 0.0
         self.hosts: Counter[str] = Counter()
         self.status: Counter[str] = Counter()
@@ -148,32 +131,30 @@ class SharedRun:
         self._printed: set[str] = set()
         self._counted: Counter[int] = Counter()  # shard in progress -> rows in the progress bar
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all requested shards are published."""
-        return self.loop.done == self.requested
-
     def run(self, received: list[int]) -> Self:
         """Have the workers build the missing shards, until `received` has the number of a signal.
 
         Raises:
             LockedError: another run is building this data set.
-            LayertapError: see `ShardLoop`.
+            LayertapError: see `build`; or no worker joins.
         """
         lock = locked(self.config.folder) if self._is_alone else contextlib.nullcontext()
         with lock, Progress(None) as self._progress:
-            if not self.loop.join(lambda: bool(received)):
+            end = time.monotonic() + _JOIN_S
+            if not build(self._engine, [None], self._report, lambda: bool(received) or time.monotonic() > end):
+                if not received:
+                    raise LayertapError(f"no worker joined within {_JOIN_S / 60:.0f} minutes")
                 self._progress.say("stopped before a worker joined; nothing was computed")
                 raise click.exceptions.Exit(128 + received[0])
             start = time.monotonic()
-            self.loop.build(self._begin(), lambda: bool(received))
+            is_complete = build(self._engine, self._begin(), self._report, lambda: bool(received))
             self.seconds = time.monotonic() - start
             self._place.clean()
-            if self._is_alone and self.is_complete:
+            if not is_complete:
+                self.signal = received[0]
+            elif self._is_alone:
                 shutil.rmtree(self.config.folder / BUILDING, ignore_errors=True)
-        if received and not self.is_complete:
-            self.signal = received[0]
-        if self.is_complete and self.published_before + self.requested == self.dataset.n_shards:
+        if self.published_before + self.done == self.dataset.n_shards:
             with FeatureReader(self.config.place) as reader:
                 self.failures = reader.failures
         return self
@@ -183,7 +164,7 @@ class SharedRun:
         dataset, published = self._place.dataset, set(self._place.published().tolist())
         number, count = map(int, (self.config.shards_of or "0/1").split("/"))
         missing = [shard for shard in range(number, dataset.n_shards, count) if shard not in published]
-        self.dataset, self.published_before, self.requested = dataset, len(published), len(missing)
+        self.dataset, self.published_before = dataset, len(published)
         features = ", ".join(f"{feature.name} ({', '.join(map(str, feature.shape))})" for feature in dataset.features)
         shards = f"{dataset.n_shards:,}; {len(published):,} are published, {len(missing):,} are to be built"
         self._progress.say(f"images    {dataset.n_rows:,} in {printable(dataset.images['root'])}")
@@ -201,15 +182,14 @@ class SharedRun:
         elif isinstance(event, Rows):
             self._count(event.shard, event.stored, event.resumed)
         elif isinstance(event, Failed):
+            self.attempts_failed += 1
             self._progress.say(f"a worker has ended at shard {event.shard}: {event.why}")
         elif event.shard is not None:
             self._published(event.shard, event.receipt)
 
     def _published(self, shard: int, receipt: dict[str, Any] | None) -> None:
-        n_rows = len(self.dataset.shard_range(shard))
-        self._count(shard, n_rows, False)
-        if receipt is None and self._is_alone:  # its worker died before it reported the shard
-            receipt = read_receipt(self.dataset.path(shard), n_rows)
+        self.done += 1
+        self._count(shard, len(self.dataset.shard_range(shard)), False)
         if receipt is not None:
             self.own += 1
             self.status.update(receipt["status"])
@@ -241,23 +221,19 @@ def embed_shared(config: EmbedConfig) -> SharedRun:
 
 def print_shared(shared: SharedRun, echo: Callable[[str], None]) -> None:
     """Print the result of a run."""
-    out, loop, dataset = shared.config.place, shared.loop, shared.dataset
-    if not shared.requested and shared.config.shards_of:
-        echo(f"{out}: no shard of {shared.config.shards_of} is missing; nothing to do")
-    elif not shared.requested:
-        failed = f", {len(shared.failures):,} of them without features" if shared.failures else ""
-        echo(f"{out} is complete: all {dataset.n_rows:,} rows were done before{failed}; nothing to do")
-    else:
-        published = f"{shared.published_before + loop.done:,} of {dataset.n_shards:,} shards are published"
+    out, dataset = shared.config.place, shared.dataset
+    if shared.done or shared.signal:
+        published = f"{shared.published_before + shared.done:,} of {dataset.n_shards:,} shards are published"
         echo(f"{out}: {published}, {shared.own:,} of them by this run")
         rows = shared.hosts.total()
         echo(f"{counted(rows, 'row')} in {shared.seconds:.1f} s, {rows / max(shared.seconds, 1e-9):.1f} images/s")
-    for shard, reasons in sorted(loop.failed.items()):
-        echo(f"shard {shard} failed {len(reasons)} times and is missing:")
-        for reason in dict.fromkeys(reasons):
-            echo(f"  {printable(reason)}")
-    if not shared.is_complete:
-        echo(f"To {'retry' if loop.failed else 'resume'}:\n  {command_line()}")
+    elif shared.config.shards_of:
+        echo(f"{out}: no shard of {shared.config.shards_of} is missing; nothing to do")
+    else:
+        failed = f", {len(shared.failures):,} of them without features" if shared.failures else ""
+        echo(f"{out} is complete: all {dataset.n_rows:,} rows were done before{failed}; nothing to do")
+    if shared.signal:
+        echo(f"To resume:\n  {command_line()}")
     print_failures([failure[1:] for failure in shared.failures], Path(out), echo)
     if not is_url(out):
         print_remedy(shared.failures, echo, " in one process (without --engine)")
@@ -265,7 +241,7 @@ def print_shared(shared: SharedRun, echo: Callable[[str], None]) -> None:
 
 def as_json(shared: SharedRun) -> dict[str, Any]:
     """Return the result of a run as JSON-compatible data."""
-    loop, rows = shared.loop, shared.hosts.total()
+    rows = shared.hosts.total()
     return {
         "out": shared.config.place,
         "fingerprint": shared.dataset.fingerprint,
@@ -274,11 +250,7 @@ def as_json(shared: SharedRun) -> dict[str, Any]:
         "found_done": shared.published_before,
         "made": shared.own,
         "computed": rows,
-        "attempts_failed": loop.attempts,
-        # Earlier versions began slow shards a second time, and retired workers. The keys stay for their readers.
-        "begun_again": 0,
-        "failed_shards": {str(shard): reasons for shard, reasons in sorted(loop.failed.items())},
-        "retired": [],
+        "attempts_failed": shared.attempts_failed,
         "stopped": bool(shared.signal),
         "status": dict(shared.status),
         "failures": [
@@ -295,6 +267,4 @@ def exit_code(shared: SharedRun) -> int:
     """Return the exit code of the process."""
     if shared.signal:
         return 128 + shared.signal
-    if not shared.is_complete:
-        return 1
     return 3 if shared.config.strict and shared.failures else 0

@@ -13,13 +13,13 @@ import platform
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from extract import defaults
@@ -187,7 +187,7 @@ def _work(pipe: Connection[Any, Any], start: Start, start_method: str) -> None:
 
 
 class Worker:
-    """A process that builds one shard after another, until an attempt fails.
+    """A process that builds one shard after another, until an attempt fails; then the next attempt starts another.
 
     Args:
         start: what the process loads first.
@@ -195,18 +195,27 @@ class Worker:
 
     def __init__(self, start: Start):
         self._start = start
-        self._is_alive = False
+        self._shard: int | None = None
+        self._process: Any = None
 
-    def begin(self) -> None:
-        """Start the process, unless it is alive.
+    def begin(self, shard: int | None) -> None:
+        """Have the process build a shard, and start it if there is none; `event` gives its events.
+
+        Args:
+            shard: its number; None: only get ready.
 
         Raises:
             OSError: the system has no room for a process.
         """
-        if self._is_alive:
-            return
+        self._shard = shard
+        if self._process is None:
+            self._begin_process()
+        with contextlib.suppress(OSError):  # it has ended, and its last event tells why
+            self._pipe.send(shard)
+
+    def _begin_process(self) -> None:
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-        pipe, theirs = context.Pipe()
+        self._pipe, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs, self._start, multiprocessing.get_start_method()))
         # A signal that comes before `_work` ignores it would end the process with a traceback. The process that tracks
         # resources starts first, because its start unblocks signals.
@@ -217,32 +226,23 @@ class Worker:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()  # so that the pipe ends with the process
-        self._pipe = pipe
         self._process = process
-        self._is_alive = True
 
-    def build(self, shard: int | None) -> Iterator[Event]:
-        """Have the process build a shard, and yield its events; the last is `Done` or `Failed`.
+    @property
+    def sources(self) -> list[Any]:
+        """What `wait` finds ready when there is an event. Processes that decode inherit the pipe, which may not end."""
+        return [self._pipe, self._process.sentinel]
 
-        Args:
-            shard: its number; None: only wait until the process is ready.
-        """
-        with contextlib.suppress(OSError):  # it has ended, and its last event tells why
-            self._pipe.send(shard)
-        event: Event | None = None
-        while not isinstance(event, Done | Failed):
-            # The pipe alone would not tell the end: processes that decode images inherit it.
-            ready = wait([self._pipe, self._process.sentinel])
-            try:
-                event = self._pipe.recv() if self._pipe in ready else Failed(shard, self._exit_reason())
-            except (EOFError, OSError):
-                event = Failed(shard, self._exit_reason())
-            except Exception as error:  # the run would wait for this shard for ever
-                event = Failed(shard, f"its message cannot be read: {type(error).__name__}: {first_line(error)}")
-            if isinstance(event, Failed):
-                event = event._replace(shard=shard)  # it may have ended before it heard of the shard
-                self.kill()
-            yield event
+    def event(self) -> Event:
+        """Wait for the next event of an attempt, of which the last is `Done` or `Failed`, and return it."""
+        try:
+            event = self._pipe.recv() if self._pipe in wait(self.sources) else Failed(None, self._exit_reason())
+        except (EOFError, OSError):
+            event = Failed(None, self._exit_reason())
+        if isinstance(event, Failed):
+            event = event._replace(shard=self._shard)  # it may have ended before it heard of the shard
+            self.kill()
+        return event
 
     def _exit_reason(self) -> str:
         self._process.join(_EXIT_S)
@@ -253,10 +253,10 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the process: what it has stored is safe, and processes that decode images notice it and end."""
-        if self._is_alive:
+        if self._process is not None:
             self._process.kill()
             self._process.join()
-            self._is_alive = False
+            self._process = None
 
 
 class Processes:
@@ -267,47 +267,41 @@ class Processes:
     """
 
     def __init__(self, starts: list[Start]):
-        self._workers = [Worker(start) for start in starts]
-        self._shards: SimpleQueue[int | None] = SimpleQueue()
-        self._events: SimpleQueue[Event] = SimpleQueue()
-        self._beginning = threading.Lock()  # no process begins after the end
-        self._has_ended = False
+        self._idle = [Worker(start) for start in starts]
+        self._busy: list[Worker] = []
+        self._waiting: deque[int | None] = deque([None] * (len(starts) - 1))  # all get ready while the first joins
 
     def __enter__(self) -> Processes:
-        for worker in self._workers:
-            with contextlib.suppress(OSError):  # `_serve` tries again, and reports the error
-                worker.begin()
-            threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._beginning:
-            self._has_ended = True
-        for worker in self._workers:
+        for worker in (*self._idle, *self._busy):
             worker.kill()
-
-    def _serve(self, worker: Worker) -> None:
-        while True:
-            shard = self._shards.get()
-            try:
-                with self._beginning:
-                    if self._has_ended:
-                        return
-                    worker.begin()
-            except OSError as error:
-                self._events.put(Failed(shard, f"its process cannot be started: {error.strerror}"))
-                continue
-            for event in worker.build(shard):
-                self._events.put(event)
 
     def submit(self, shard: int | None) -> None:
         """Have a shard built, after those that wait; None: only have a worker get ready."""
-        self._shards.put(shard)
+        self._waiting.append(shard)
 
     def events(self, timeout_s: float) -> Iterator[Event]:
-        """Yield the next event, if there is one within this time."""
-        with contextlib.suppress(Empty):
-            yield self._events.get(timeout=timeout_s)
+        """Yield the events that workers have within this time."""
+        for _ in range(min(len(self._idle), len(self._waiting))):
+            worker, shard = self._idle.pop(0), self._waiting.popleft()
+            self._busy.append(worker)
+            try:
+                worker.begin(shard)
+            except OSError as error:
+                self._rest(worker)
+                yield Failed(shard, f"its process cannot be started: {error.strerror}")
+        ready = set(wait([source for worker in self._busy for source in worker.sources], timeout_s))
+        for worker in [worker for worker in self._busy if ready.intersection(worker.sources)]:
+            event = worker.event()
+            if isinstance(event, Done | Failed):
+                self._rest(worker)
+            yield event
+
+    def _rest(self, worker: Worker) -> None:
+        self._busy.remove(worker)
+        self._idle.append(worker)
 
 
 def starts_of(config: EmbedConfig) -> list[Start]:

@@ -71,8 +71,11 @@ def _build(start: Start, shard: int | None) -> Iterator[Event]:
         while _WORKERS:  # Ray has given this process another GPU
             _WORKERS.popitem()[1].kill()
         _WORKERS[gpus] = Worker(start)
-    _WORKERS[gpus].begin()
-    yield from _WORKERS[gpus].build(shard)
+    worker, event = _WORKERS[gpus], None
+    worker.begin(shard)
+    while not isinstance(event, Done | Failed):
+        event = worker.event()
+        yield event
 
 
 @contextlib.contextmanager
