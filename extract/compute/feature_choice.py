@@ -227,7 +227,8 @@ def with_projection_sizes(layers: Sequence[str], images: int, distortion: float 
 
 
 def _parse(backbone: LoadedBackbone, names: Collection[str], text: str) -> list[_Request]:
-    if text not in names and (error := separated_by_commas(text, backbone.spec)):
+    known = [EMBEDDING, *names]
+    if text not in known and (error := separated_by_commas(text, backbone.spec)):
         raise error
     text, pooling = split_poolings(text)
     pooling = pooling or "auto"
@@ -242,7 +243,7 @@ def _parse(backbone: LoadedBackbone, names: Collection[str], text: str) -> list[
     by_glob = is_glob(pattern) and pattern not in names
     if pattern.strip() and not by_glob and pattern not in names:
         listed = f"list them: layertap list {backbone.spec}"
-        raise unknown_name("layer", pattern, [EMBEDDING, *names], backbone.spec, listed)
+        raise unknown_name("layer", pattern, known, backbone.spec, listed)
     matches = match_layers(names, pattern, backbone.spec)
     return [_Request(name, text[len(pattern) :], pooling, by_glob=by_glob) for name in matches]
 

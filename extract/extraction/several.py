@@ -72,7 +72,8 @@ class _Surveyed:
     """What is known of a member before the first image is decoded."""
 
     decoding: Hashable  # equal for members whose decoded images are equal
-    shard_rows: int  # largest
+    stored_rows: int | None  # of a shard of its data set; None: there is none yet
+    most_rows: int  # of a shard of a new one
     image_bytes: int  # of a decoded image
 
 
@@ -126,12 +127,13 @@ def extract_several(
         with _failure_kept(member, runs, on_failure):
             surveyed[member.name] = _survey(images, member, runs[member.name])
         gc.collect()  # the modules of a backbone refer to each other in circles
-    new_rows = _rows_of_new_shards(images, members, surveyed, min(kept_bytes, shutil.disk_usage(scratch).free // 2))
+    stored_rows = next((known.stored_rows for known in surveyed.values() if known.stored_rows), None)
+    most_bytes = min(kept_bytes, shutil.disk_usage(scratch).free // 2)
+    new_rows = stored_rows or _rows_of_new_shards(images, members[0], list(surveyed.values()), most_bytes)
     groups: dict[tuple[int, Hashable], list[Member]] = {}  # rows of a shard, decoding -> members
     for member in members:
-        if member.name in surveyed:
-            key = _rows_of_stored_shards(member) or new_rows, surveyed[member.name].decoding
-            groups.setdefault(key, []).append(member)
+        if known := surveyed.get(member.name):
+            groups.setdefault((known.stored_rows or new_rows, known.decoding), []).append(member)
 
     def compute(member: Member, shard: int, here: range, rows: int, load: Load) -> bool:
         """Compute a shard of a member, if it is missing; return whether the run was stopped."""
@@ -204,24 +206,16 @@ def _survey(images: Images, member: Member, run: MemberRun) -> _Surveyed:
     if backbone.preprocessing.library_transform is not None:  # which is not shared with other members
         decoding, bytes_of_pixel = member.name, 12
     image_bytes = int(np.prod(backbone.preprocessing.crop_px)) * bytes_of_pixel
-    return _Surveyed(decoding, shard_rows_for(planned.dataset.features), image_bytes)
+    stored = planned.existing.dataset
+    stored_rows = stored.shard_rows if stored is not None else None
+    return _Surveyed(decoding, stored_rows, shard_rows_for(planned.dataset.features), image_bytes)
 
 
-def _rows_of_stored_shards(member: Member) -> int | None:
-    """Return the rows of the shards of an existing data set; None if there is none."""
-    return DataSet.open(member.out).shard_rows if (member.out / "dataset.json").is_file() else None
-
-
-def _rows_of_new_shards(
-    images: Images, members: Sequence[Member], surveyed: dict[str, _Surveyed], kept_bytes: int
-) -> int:
-    """Return the rows of new data sets' shards: those of an existing one, or as many whole batches as are kept."""
-    for member in members:
-        if member.name in surveyed and (rows := _rows_of_stored_shards(member)) is not None:
-            return rows
-    rows = min((known.shard_rows for known in surveyed.values()), default=len(images))
-    rows = min(rows, kept_bytes // max((known.image_bytes for known in surveyed.values()), default=1))
-    batch_size = members[0].settings.batch_size or defaults.BATCH_SIZE
+def _rows_of_new_shards(images: Images, member: Member, surveyed: Sequence[_Surveyed], most_bytes: int) -> int:
+    """Return how many rows new shards have: as many whole batches as are kept of the largest decoded images."""
+    rows = min((known.most_rows for known in surveyed), default=len(images))
+    rows = min(rows, most_bytes // max((known.image_bytes for known in surveyed), default=1))
+    batch_size = member.settings.batch_size or defaults.BATCH_SIZE
     return max(1, min(len(images), max(1, rows // batch_size) * batch_size))
 
 

@@ -6,10 +6,9 @@ Usage:
     extract(plan.computed_otherwise(**fastest(plan).settings[0]))
 
 On a CPU, the options of the device compute a few images twice: first to be compared with eager float32, then to be
-timed. OpenVINO is tried if the job is long enough for it. Precision and decoding are in the fingerprint, so they cannot
-change between batches. Each option is timed once: repeating until the order was sure took a minute that a job of 600
-photos never won back (1.7 times the time of a strict run). The run compares its whole first batch in any case; if the
-fastest option is refused there, the next is used.
+timed. Precision and decoding are in the fingerprint, so they cannot change between batches. Each option is timed once:
+repeating until the order was sure took a minute that a job of 600 photos never won back (1.7 times the time of a strict
+run). The run compares its whole first batch in any case; if the fastest option is refused there, the next is used.
 
 On an NVIDIA or AMD GPU nothing is timed: the order of the options is known, and the first one that agrees is used.
 """
@@ -45,10 +44,9 @@ __all__ = [
     "ranked",
 ]  # fmt: skip
 
-# Seconds of the forwards of a job from which trying options pays. OpenVINO takes about 2.5 s to convert a graph, and
-# saves a third or more in bfloat16, about a tenth in float32. A run also computes its first batch twice.
-_PAYS_FROM_S = 25.0
-_IN_FLOAT32_PAYS_FROM_S = 70.0
+# Images from which trying the options of a CPU pays: OpenVINO takes about 2.5 s to convert a graph, and saves a third
+# or more in bfloat16. The number of images decides alone, as for `compile="auto"`.
+_PAYS_FROM = 1_000
 # On a GPU, inductor takes 10 to 20 s, and saves 23 us for each image (resnet50 on an H200 in bfloat16, 15,545 and
 # 24,363 images/s; vit_b_16 was not faster). The number of images decides alone, so that nothing is timed. On a CPU it
 # is not tried: it takes 40 s, and `compile="auto"` takes it for jobs that are long enough.
@@ -139,9 +137,8 @@ def forward_rates(
     options: Sequence[ComputeOption],
     *,
     min_cosine: float = defaults.MIN_COSINE,
-    n_images: float = math.inf,
 ) -> tuple[Measured, list[Measured]]:
-    """Return eager float32, and the options that were tried: those that a job of this size may gain by.
+    """Return eager float32, and each option, as they were tried.
 
     Args:
         backbone: loaded backbone.
@@ -149,24 +146,13 @@ def forward_rates(
         pictures: (B, ...) exactly decoded images, from `decoded_in`.
         options: from `compute_options`.
         min_cosine: lowest accepted cosine of a feature in lower precision.
-        n_images: number of images of the job.
     """
-    measured: dict[ComputeOption, Measured] = {}
     expected: Values = {}
-    all_compiled = all(option.engine != "eager" for option in options)  # as the user asks for
-    for option in dict.fromkeys([PLAIN, *options]):
-        if option.engine == "eager" or all_compiled or _tries(option, list(measured.values()), n_images):
-            measured[option] = _tried(backbone, choice, option, pictures, expected, min_cosine)
-    return measured[PLAIN], [measured[option] for option in options if option in measured]
-
-
-def _tries(option: ComputeOption, measured: Sequence[Measured], n_images: float) -> bool:
-    """Return whether a compiled option may be faster than the measured ones by more than trying it takes."""
-    best = max((each for each in measured if not each.why_not), key=lambda each: each.images_per_s)
-    is_float32 = option.precision == "float32"
-    if is_float32 and best.way.engine == "openvino":  # in lower precision, which is faster
-        return False
-    return n_images / best.images_per_s > (_IN_FLOAT32_PAYS_FROM_S if is_float32 else _PAYS_FROM_S)
+    measured = {
+        option: _tried(backbone, choice, option, pictures, expected, min_cosine)
+        for option in dict.fromkeys([PLAIN, *options])
+    }
+    return measured[PLAIN], [measured[option] for option in options]
 
 
 def _tried(
@@ -246,7 +232,7 @@ def fastest(plan: Plan, fixed: Collection[str] = (), on_measuring: Callable[[], 
     has_many = n_images > _FAST_DECODING_PAYS_FROM * defaults.CORES and exact.can_be_faster
     decodings = ["fast", "exact"] if has_many and "decode" not in given else [given.get("decode", "exact")]
     is_gpu = _is_gpu(backbone.device)
-    if not is_gpu and not (has_many and "fast" in decodings) and not _forwards_are_long(plan):
+    if not is_gpu and n_images < _PAYS_FROM:
         return Tuned([plain | given], [], "short")
     options = compute_options(backbone.device, n_images, precision=given.get("precision"), compile=given.get("compile"))
     tried: list[Measured] = []
@@ -254,9 +240,7 @@ def fastest(plan: Plan, fixed: Collection[str] = (), on_measuring: Callable[[], 
         on_measuring()
         count = min(plan.batch_size, max(_COMPARED_PER_CORE * defaults.CORES, _LEAST_COMPARED))
         (pictures,) = decoded_in(images, [exact], settings.max_pixels, count)
-        _, tried = forward_rates(
-            backbone, plan.choice, pictures, options, min_cosine=settings.min_cosine, n_images=n_images
-        )
+        _, tried = forward_rates(backbone, plan.choice, pictures, options, min_cosine=settings.min_cosine)
         options = [measured.way for measured in ranked(tried)]
     # Where no compiler was tried, the number of images decides whether float32 is compiled.
     is_compiled_slower = any(each.way.precision == "float32" and each.way.engine != "eager" for each in tried)
@@ -281,15 +265,6 @@ def decode_seconds(
     with limited_threads(1):  # as in a worker
         decoded_alone(images, preprocessing, max_pixels, rows[:1])  # the first time, libraries are imported
         return _timed_s(functools.partial(decoded_alone, images, preprocessing, max_pixels, rows)) / len(rows)
-
-
-def _forwards_are_long(plan: Plan) -> bool:
-    """Return whether a job may gain by any option; eager forwards of two empty pictures tell how long it takes."""
-    pictures = torch.zeros(2, *plan.backbone.preprocessing.crop_px, 3, dtype=torch.uint8)
-    with open_forward(plan.backbone, plan.choice, "float32") as forward:
-        # Twice, as the first may have been disturbed.
-        seconds = min(_timed_s(functools.partial(forward, pictures)) for _ in range(2)) / len(pictures)
-    return len(plan.images) * seconds > _PAYS_FROM_S
 
 
 def _timed_s(call: Callable[[], object]) -> float:

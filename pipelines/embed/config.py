@@ -38,12 +38,6 @@ class FeaturesConfig(BackboneConfig, DataSetKeys):
                     f"layer {text!r} has no name; expected LAYER[:POOLING]...",
                     hint=f"list them: layertap list {self.backbone}",
                 )
-            if "," in text and "[" not in text:  # blocks.[1,2] is a pattern
-                each = " ".join(f"-l {part.strip()}" for part in text.split(","))
-                raise InputError(
-                    f"layer {text!r}: a name has no commas",
-                    hint=f"name each layer by itself ({each}; in a list, one item each)",
-                )
         return self
 
     @field_validator("compile", mode="before")

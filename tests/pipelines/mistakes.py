@@ -61,7 +61,7 @@ MISTAKES = {
     "embed photos SMALL --mean 123,117,104": "mean [123.0, 117.0, 104.0]: expected three numbers from 0 to 1, since "
         "pixels are scaled to 0..1\n\n"
         "hint: these look like values for pixels from 0 to 255; divide them by 255: 0.4824,0.4588,0.4078",
-    "embed photos SMALL -l layer1,layer2": "layer 'layer1,layer2': a name has no commas\n\n"
+    "embed photos SMALL -l layer1,layer2": "layer 'layer1,layer2' of timm/test_resnet: a name has no commas\n\n"
         "hint: name each layer by itself (-l layer1 -l layer2; in a list, one item each)",
     "embed photos SMALL -l last": "layer 'last' not found in timm/test_resnet; available: 'embedding', 'conv1', ...\n\n"
         "hint: list them: layertap list timm/test_resnet",

@@ -49,32 +49,12 @@ def backbone() -> Any:
 @pytest.fixture
 def all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """No job is too short to try all options."""
-    monkeypatch.setattr(tuning, "_forwards_are_long", lambda *_: True)
-    monkeypatch.setattr(tuning, "_tries", lambda *_: True)
+    monkeypatch.setattr(tuning, "_PAYS_FROM", 0)
 
 
 def _tuned(folder: Path, out: Path, backbone: Any, **settings: Any) -> Tuned:
     """What is taken for a run with these settings, which stay."""
     return fastest(plan(folder, out=out, backbone=backbone, **settings), fixed=settings)
-
-
-def _tried(
-    monkeypatch: pytest.MonkeyPatch, backbone: Any, n_images: int, rates: dict[ComputeOption, float],
-    options: tuple[ComputeOption, ...] = (),
-) -> list[ComputeOption]:  # fmt: skip
-    """Return the options that a job tries, if they have these rates."""
-    tried: list[ComputeOption] = []
-
-    def measured(backbone: Any, choice: Any, option: ComputeOption, *_: Any) -> Measured:
-        tried.append(option)
-        return Measured(option, rates[option])
-
-    monkeypatch.setattr(tuning, "_tried", measured)
-    choice: Any = None
-    forward_rates(
-        backbone, choice, torch.zeros(8), options or (PLAIN, LOWER_BY_OPENVINO, BY_OPENVINO), n_images=n_images
-    )
-    return tried
 
 
 def broken(paths: Iterable[Path]) -> None:
@@ -158,19 +138,6 @@ def test_on_a_gpu_the_first_option_that_agrees_is_used_and_nothing_is_timed(
     assert "float32 on this GPU; bfloat16 would be about 4 times as fast: " in capsys.readouterr().out
     job.print_summary(made[0], print)
     assert "float32 on this GPU" not in capsys.readouterr().out
-
-
-def test_a_compiler_is_tried_if_the_job_may_gain_more_than_its_preparation_takes(
-    backbone: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rates = {PLAIN: 20.0, LOWER: 15.0, LOWER_BY_OPENVINO: 45.0, BY_OPENVINO: 22.0}
-    assert _tried(monkeypatch, backbone, 200, rates) == [PLAIN]  # 10 s of forwards, of which a third is saved
-    assert _tried(monkeypatch, backbone, 600, rates) == [PLAIN, LOWER_BY_OPENVINO]  # 30 s
-    # In float32, little is saved: a tenth of 30 s, and then of 500 s.
-    in_float32 = (PLAIN, BY_OPENVINO)
-    assert _tried(monkeypatch, backbone, 600, rates, options=in_float32) == [PLAIN]
-    assert _tried(monkeypatch, backbone, 10_000, rates, options=in_float32) == [PLAIN, BY_OPENVINO]
-    assert _tried(monkeypatch, backbone, 200, rates, options=(BY_OPENVINO,)) == [PLAIN, BY_OPENVINO]  # as asked for
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from extract import FeatureReader, extract_features, load_backbone
 from extract.store.verify import verify
 from tests.conftest import make_picture
 
-IMAGES, SHARD_ROWS = 120, 3
+IMAGES, SHARD_ROWS = 60, 3
 FAULTS = ("task", "node", "first process", "full disk", "hang")
 BACKBONE = "timm/test_resnet"
 ROOT = Path(__file__).parents[3]
@@ -51,7 +51,7 @@ class Finder:
         return spec
 def change(loading):
         from extract.images.sources import Files
-        loading._GIVE_UP_S = 10
+        loading._GIVE_UP_S = 4
         read = Files.read
         def slowly(self, row):
             time.sleep({slow_s})
@@ -166,7 +166,7 @@ def run(seed: int, folder: Path, expected: FeatureReader, scratch: Path) -> str:
 
         process = begin()
         for fault in sorted(faults, key="hang".__eq__):
-            wait_for(min(done() + chance.randint(1, 8), IMAGES // SHARD_ROWS - 1))
+            wait_for(min(done() + chance.randint(1, 4), IMAGES // SHARD_ROWS - 1))
             if fault == "task" and (alive := tasks()):
                 os.kill(chance.choice(alive), signal.SIGKILL)
                 happened.append(f"the process of a task killed at {done()} shards")

@@ -86,14 +86,13 @@ def test_images_and_out_are_found_on_a_machine_without_the_folder(
 
 
 @pytest.mark.slow
-def test_a_server_that_is_not_ray_and_never_answers_is_given_up_in_a_minute(folder: Path, tmp_path: Path) -> None:
+def test_a_server_that_is_not_ray_and_never_answers_is_given_up_after_one_attempt(folder: Path, tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         words = ["embed", str(folder), "-o", str(tmp_path / "out"), "--engine", "ray", "--address", address]
         command = [sys.executable, "-m", "layertap", *words]
-        begin = time.monotonic()
-        run = subprocess.run(command, cwd=faults.ROOT, capture_output=True, text=True, timeout=100)
-    print(f"{time.monotonic() - begin:.0f} s")
+        environment = {**os.environ, "RAY_py_gcs_connect_timeout_s": "4"}  # by default an attempt takes 40 s
+        run = subprocess.run(command, cwd=faults.ROOT, env=environment, capture_output=True, text=True, timeout=75)
     assert run.returncode == 1
     assert run.stderr.startswith(f"connecting to the Ray cluster at {address}\n")
     assert f"\nerror: no Ray cluster at {address}: " in f"\n{run.stderr}"
@@ -123,35 +122,28 @@ def test_a_process_whose_parent_is_killed_ends() -> None:
 def test_tasks_and_workers_of_a_node_whose_raylet_is_killed_end(folder: Path, tmp_path: Path) -> None:
     with TemporaryDirectory() as short:
         scratch = Path(short)
-        (scratch / "sitecustomize.py").write_text(faults._SITE.format(slow_s=0.5, hangs=""))
+        (scratch / "sitecustomize.py").write_text(faults._SITE.format(slow_s=3, hangs=""))
         environment = {"PYTHONPATH": f"{scratch}:{faults.ROOT}", "TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0"}
         with faults.cluster_of(1, environment) as (cluster, nodes):
             command = [
-                sys.executable, "-m", "layertap", "embed", str(folder), "-o", str(tmp_path / "out"), "--shard-rows",
-                "3", "--compile", "off", "--workers", "1", "--engine", "ray", "--address", cluster.address,
-                "--device", "cpu", "--cpus-per-worker", "1",
+                sys.executable, "-m", "layertap", "embed", str(folder), "-o", str(tmp_path / "out"), "-b",
+                faults.BACKBONE, "--weights", "random", "--compile", "off", "--workers", "1", "--engine", "ray",
+                "--address", cluster.address, "--device", "cpu", "--cpus-per-worker", "1",
             ]  # fmt: skip
             with subprocess.Popen(command, cwd=faults.ROOT, env={**os.environ, **environment}) as process:
                 end = time.monotonic() + 180
-                raylet, running = nodes[0].all_processes["raylet"][0].process.pid, []
-                while not (list(tmp_path.glob("out/shards/*.h5")) and running):  # between two tasks, none runs
+                raylet, alive = nodes[0].all_processes["raylet"][0].process.pid, list[int]()
+                while len(alive) < 3:  # the task, the process with the backbone, and one that decodes
                     assert time.monotonic() < end
                     assert process.poll() is None
-                    time.sleep(0.05)
-                    running = [pid for pid in faults.tasks() if parent_of(pid) == raylet]
-                (task,) = running
-                below = [pid for pid in descendants(task) if memory_mb(pid) > 100]
-                assert below  # the process with the backbone, and one that decodes
-                os.kill(raylet, signal.SIGKILL)
-                killed = time.monotonic()
-                alive, ended = {task, *below}, []
-                while alive:
-                    assert time.monotonic() < killed + 30, alive
                     time.sleep(0.1)
-                    gone = {pid for pid in alive if not memory_mb(pid)}
-                    ended += [round(time.monotonic() - killed, 1)] * len(gone)
-                    alive -= gone
-                print(f"processes ended after {ended} s")
+                    tasks = [pid for pid in faults.tasks() if parent_of(pid) == raylet]
+                    alive = [pid for task in tasks for pid in (task, *descendants(task)) if memory_mb(pid) > 100]
+                os.kill(raylet, signal.SIGKILL)
+                end = time.monotonic() + 30
+                while any(memory_mb(pid) for pid in alive):
+                    assert time.monotonic() < end, alive
+                    time.sleep(0.1)
                 process.kill()
 
 
