@@ -34,7 +34,7 @@ multiprocessing.set_start_method("spawn")
 
 
 def embed(folder: Path, out: Path, path: str, *more: str) -> Path:
-    small = ["-b", "timm/test_resnet", "--weights", "random", "--size", "64", "--crop", "64", "--shard-rows", "5"]
+    small = ["-b", "timm/test_resnet", "--weights", "random", "--size", "64", "--crop", "64", "--shard-rows", "6"]
     command = [sys.executable, "-m", "layertap", "embed", str(folder), "-o", str(out), *small, *more]
     run = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -46,7 +46,7 @@ def embed(folder: Path, out: Path, path: str, *more: str) -> Path:
 def test_the_main_job_without_functions_that_only_linux_has(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(LIKE_MACOS)
     with FeatureReader(embed(folder, tmp_path / "linux", "", "--workers", "0")) as linux:
-        for i, more in enumerate((["--workers", "2"], ["--engine", "processes", "--device", "cpu"])):
+        for i, more in enumerate((["--workers", "2"], ["--engine", "processes", "--device", "cpu", "--workers", "1"])):
             with FeatureReader(embed(folder, tmp_path / f"macos {i}", str(tmp_path), *more)) as macos:
                 np.testing.assert_array_equal(linux["embedding"][:], macos["embedding"][:])
                 assert linux.fingerprint == macos.fingerprint

@@ -127,8 +127,8 @@ def test_tasks_and_workers_of_a_node_whose_raylet_is_killed_end(folder: Path, tm
         with faults.cluster_of(1, environment) as (cluster, nodes):
             command = [
                 sys.executable, "-m", "layertap", "embed", str(folder), "-o", str(tmp_path / "out"), "-b",
-                faults.BACKBONE, "--weights", "random", "--compile", "off", "--workers", "1", "--engine", "ray",
-                "--address", cluster.address, "--device", "cpu", "--cpus-per-worker", "1",
+                faults.BACKBONE, "--weights", "random", "--compile", "off", "--workers", "1", "--batch-size", "2",
+                "--engine", "ray", "--address", cluster.address, "--device", "cpu", "--cpus-per-worker", "1",
             ]  # fmt: skip
             with subprocess.Popen(command, cwd=faults.ROOT, env={**os.environ, **environment}) as process:
                 end = time.monotonic() + 180
