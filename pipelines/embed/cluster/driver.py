@@ -183,7 +183,8 @@ class SharedRun:
             self._count(event.shard, event.stored, event.resumed)
         elif isinstance(event, Failed):
             self.attempts_failed += 1
-            self._progress.say(f"a worker has ended at shard {event.shard}: {event.why}")
+            where = "before it was ready" if event.shard is None else f"at shard {event.shard}"
+            self._progress.say(f"a worker has ended {where}: {event.why}")
         elif event.shard is not None:
             self._published(event.shard, event.receipt)
 

@@ -239,6 +239,8 @@ class Worker:
             event = self._pipe.recv() if self._pipe in wait(self.sources) else Failed(None, self._exit_reason())
         except (EOFError, OSError):
             event = Failed(None, self._exit_reason())
+        except Exception as error:  # the next attempt would be mixed up with this one
+            event = Failed(None, f"its message cannot be read: {type(error).__name__}: {first_line(error)}")
         if isinstance(event, Failed):
             event = event._replace(shard=self._shard)  # it may have ended before it heard of the shard
             self.kill()

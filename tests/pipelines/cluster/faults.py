@@ -88,6 +88,8 @@ def cluster_of(nodes: int, environment: dict[str, str]) -> Iterator[tuple[Any, l
     from ray.cluster_utils import Cluster
 
     size = {"object_store_memory": 100 << 20}
+    # By default, workers are nice (15): beside other tests, they would wait most of the time.
+    environment = {"RAY_worker_niceness": "0", **environment}
     with mock.patch.dict(os.environ, environment), contextlib.ExitStack() as at_the_end:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **size})
         at_the_end.callback(cluster.shutdown)

@@ -146,10 +146,29 @@ class Dies(MadeUp):
         os._exit(7)
 
 
-def test_workers_that_end_before_they_are_ready_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Unreadable(MadeUp):
+    """Sends what cannot be read at the other end."""
+
+    def __call__(self, say: Any) -> Any:
+        say(_NoNumber())
+        time.sleep(600)
+
+
+class _NoNumber:
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+@pytest.mark.parametrize(("kind", "why"), [
+    (Dies, "its process exited with code 7"),
+    (Unreadable, "its message cannot be read: ValueError: invalid literal for int"),
+])  # fmt: skip
+def test_workers_that_end_before_they_are_ready_end_the_run(
+    kind: type[MadeUp], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(driver, "_ATTEMPTS", 1)
-    with pytest.raises(LayertapError, match="no worker can be started: its process exited with code 7"):
-        run(Dies(tmp_path), 3, workers=1)
+    with pytest.raises(LayertapError, match=f"no worker can be started: {why}"):
+        run(kind(tmp_path), 3, workers=1)
 
 
 class Warns(MadeUp):

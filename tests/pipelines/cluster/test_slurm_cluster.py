@@ -142,19 +142,3 @@ def test_tasks_that_reach_their_time_limit_are_queued_again_until_the_data_set_i
     with FeatureReader(out) as reader:
         assert len(reader) == 400
         assert (reader.status == 1).all()
-
-
-@pytest.mark.usefixtures("cluster")
-def test_a_cancelled_task_is_not_queued_again(tmp_path: Path) -> None:
-    config, out = job_of(tmp_path)
-    job = submit(config, tmp_path)
-    end = time.monotonic() + 120
-    while not list((out / "shards").glob("*.h5")):
-        assert time.monotonic() < end
-        time.sleep(1)
-    subprocess.run(["scancel", job], check=True)
-    while states(job):
-        assert time.monotonic() < end + 60
-        time.sleep(1)
-    time.sleep(10)
-    assert states(job) == []
