@@ -11,7 +11,6 @@ import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from itertools import starmap
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,7 +37,7 @@ _TICK_S = 1.0
 _JOIN_S = 1800.0  # wait for the first worker: a cluster that grows on demand takes minutes
 _ATTEMPTS = 3  # at a shard
 _HINT = "fix the cause, and run the command again; published shards are safe"
-_HOPELESS = 10  # attempts that failed since the last shard that was built: the cause is not in the shards
+_HOPELESS = 10  # shards of which an attempt failed since the last one that was built: the cause is not in the shards
 
 
 def build(
@@ -63,34 +62,36 @@ def build(
     Raises:
         LayertapError: the configuration is wrong, the cause of failures is not in the shards, or shards were left out.
     """
-    left, is_proven, in_a_row = set(shards), False, 0
+    left, given_up, is_proven = set(shards), list[int | None](), False
     reasons: defaultdict[int | None, list[str]] = defaultdict(list)  # why each attempt at a shard failed
+    failing: set[int | None] = set()  # shards of which an attempt failed since the last one that was built
     for shard in shards:
         engine.submit(shard)
     while left and not stop():
         for event in engine.events(_TICK_S):
             if isinstance(event, Done):
                 left.discard(event.shard)
-                is_proven, in_a_row = is_proven or event.shard is not None, 0
+                failing.clear()
+                is_proven = is_proven or event.shard is not None
             elif isinstance(event, Failed) and event.shard in left:
                 # Errors of the configuration appear before the first shard is published, on all workers: one message
                 # is enough.
                 is_of_user = event.shard is None or isinstance(event.error, InputError | DisagreementError)
                 if event.error is not None and is_of_user and not is_proven:
                     raise event.error
-                in_a_row += 1
-                if in_a_row >= _HOPELESS:
-                    what = f"{in_a_row} attempts failed, and no shard was built between them"
+                failing.add(event.shard)
+                if len(failing) >= _HOPELESS:
+                    what = f"{_HOPELESS} shards failed, and none was built between them"
                     raise LayertapError(f"{what}. The last error: {event.why}", hint=_HINT)
                 reasons[event.shard].append(event.why)
                 if len(reasons[event.shard]) < _ATTEMPTS:
                     engine.submit(event.shard)
                 else:
                     left.discard(event.shard)
+                    given_up.append(event.shard)
             on_event(event)
-    left_out = {shard: whys for shard, whys in reasons.items() if len(whys) >= _ATTEMPTS}
-    if left_out and not left:
-        raise LayertapError("\n".join(starmap(_told, left_out.items())), hint=_HINT)
+    if given_up and not left:
+        raise LayertapError("\n".join(_told(shard, reasons[shard]) for shard in given_up), hint=_HINT)
     return not left
 
 
