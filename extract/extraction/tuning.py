@@ -257,14 +257,13 @@ def _is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def decode_seconds(
-    images: Images, preprocessing: Preprocessing, max_pixels: int = defaults.MAX_PIXELS, count: int = FIRST_DECODED
-) -> float:
+def decode_seconds(images: Images, preprocessing: Preprocessing, count: int = FIRST_DECODED) -> float:
     """Return the seconds of one core to decode an image, measured on the first `count`."""
     rows = range(min(count, len(images)))
     with limited_threads(1):  # as in a worker
-        decoded_alone(images, preprocessing, max_pixels, rows[:1])  # the first time, libraries are imported
-        return _timed_s(functools.partial(decoded_alone, images, preprocessing, max_pixels, rows)) / len(rows)
+        most = defaults.MAX_PIXELS
+        decoded_alone(images, preprocessing, most, rows[:1])  # the first time, libraries are imported
+        return _timed_s(functools.partial(decoded_alone, images, preprocessing, most, rows)) / len(rows)
 
 
 def _timed_s(call: Callable[[], object]) -> float:

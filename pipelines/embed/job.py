@@ -17,7 +17,6 @@ from extract.extraction.tuning import fastest
 from extract.extraction.validation import Computation
 from extract.images import Images
 from extract.store.reader import FeatureReader
-from extract.system.torch_state import has_tensor_float32
 from pipelines.embed.config import EmbedConfig, listed_images
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.graceful_stop import signals_held
@@ -226,20 +225,11 @@ def print_summary(outcome: EmbedResult, echo: Callable[[str], None]) -> None:
         if summary.seconds >= _BOTTLENECK_MIN_S:
             stage = bottleneck(summary)
             echo(f"bound by {stage}: {(_ADVICE_WHEN_TUNED if outcome.tuned else _ADVICE)[stage]}")
-        if _leaves_bfloat16_unused(outcome):
-            echo("float32 on this GPU; bfloat16 would be about 4 times as fast: --precision bfloat16, or --fast")
     else:
         failed = f", {len(outcome.failures):,} of them without features" if outcome.failures else ""
         echo(f"{dataset.out} is complete: all {summary.n_rows:,} rows were done before{failed}; nothing to do")
     print_failures([failure[1:] for failure in outcome.failures], dataset.out, echo)
     print_remedy(outcome.failures, echo)
-
-
-def _leaves_bfloat16_unused(outcome: EmbedResult) -> bool:
-    """Return whether features were computed in float32 that the GPU could have computed in bfloat16."""
-    plan = outcome.plan
-    is_float32 = plan.settings.precision == "float32" and not outcome.tuned
-    return is_float32 and has_tensor_float32(plan.backbone.device) and not any(f.is_whole for f in plan.choice.features)
 
 
 def bottleneck(summary: Summary) -> str:
