@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from extract import defaults
-from extract.errors import InputError
+from extract.errors import InputError, separated_by_commas
 from extract.extraction.settings import OUTPUT, RARE, SAFETY, SPEED, WORKERS, ExtractionSettings
 from extract.system.urls import is_url
 from pipelines.terminal.config import BackboneConfig, DataSetKeys, ExtractionKeys, name_of
@@ -38,6 +38,8 @@ class FeaturesConfig(BackboneConfig, DataSetKeys):
                     f"layer {text!r} has no name; expected LAYER[:POOLING]...",
                     hint=f"list them: layertap list {self.backbone}",
                 )
+            if error := separated_by_commas(text, self.backbone):  # before PyTorch is imported
+                raise error
         return self
 
     @field_validator("compile", mode="before")
