@@ -76,6 +76,7 @@ def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pro
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(remote, "_WAIT_S", 0.01)
     monkeypatch.setattr(remote, "_GIVE_UP_S", 0)  # after five attempts
+    monkeypatch.setattr(remote, "_CONNECT_S", 2)
     monkeypatch.setattr(remote, "_ANSWER_S", 1)
     monkeypatch.setattr(remote, "_STORED_S", 1)
     return server

@@ -11,8 +11,7 @@ import pytest
 
 from extract.errors import InputError, LayertapError
 from extract.store.places import objects as remote
-from tests.extract.store.bucket_server import SECRET, TOKEN, Proxy, first, get, put
-from tests.extract.store.processes import started
+from tests.extract.store.bucket_server import SECRET, TOKEN, Proxy, get, put
 
 pytestmark = pytest.mark.slow
 
@@ -106,23 +105,6 @@ def test_a_file_that_is_not_what_its_sha256_says_is_not_stored(proxy: Proxy, url
     with pytest.raises(LayertapError, match="HTTP 400 BadDigest"):
         remote.put_file(url, tmp_path / "file", "0" * 64)
     assert remote.info(url) is None
-
-
-def test_an_upload_that_is_killed_leaves_nothing_behind(proxy: Proxy, url: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(CONTENT * 20)
-    proxy.slow_s = 1
-    proxy.rule = first("hang", "PUT", "sets")
-    sha256 = hashlib.sha256(CONTENT * 20).hexdigest()
-    run = started(remote.put_file, url, tmp_path / "file", sha256)
-    while not any(method == "PUT" for method, *_ in proxy.seen):
-        assert run.is_alive()
-        time.sleep(0.02)
-    run.kill()
-    run.join()
-    assert remote.names(url) == {}
-    proxy.forget()
-    assert remote.put_file(url, tmp_path / "file", sha256)
-    assert get(proxy, url) == CONTENT * 20
 
 
 # Errors

@@ -90,33 +90,12 @@ def test_networks_that_amplify_rounding_mix_pictures_or_are_random_are_refused(s
     assert find_batch_axis(Amplifying(seed), pictures, ["sums"])["sums"] == BatchAxis()
     for model, message in (
         (Amplifying(seed), "amplifies rounding"),
-        (Changed(seed, lambda y: y + y.mean(0)), "its rows are not the images"),
-        (Changed(seed, lambda y: y + 0.1 * y.mean(0)), "its rows are not the images"),
         (Changed(seed, lambda y: y + 0.02 * y.mean(0)), "its rows are not the images"),
         (Changed(seed, lambda y: y + torch.rand_like(y)), "as that of a random network does"),
         (Both(seed), "its rows are not the images"),
     ):
         with pytest.raises(InputError, match=message):
             find_batch_axis(model, pictures, ["chaos"])
-
-
-@pytest.mark.slow
-def test_efficientnetv2_with_random_weights_is_not_taken_for_one_that_mixes_pictures() -> None:
-    """How much rounding differs between batches depends on the machine and the number of threads."""
-    from extract import load_backbone
-    from extract.compute.feature_choice import choose_features
-
-    backbone = load_backbone("timm/efficientnetv2_rw_t", weights="random", device="cpu")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    reason = "amplifies rounding"
-    try:
-        assert choose_features(backbone, ["embedding"]).features[0].rows == BatchAxis()
-    except InputError as error:
-        reason = str(error)
-    finally:
-        torch.set_num_threads(threads)
-    assert "amplifies rounding" in reason
 
 
 FILE = """
@@ -231,19 +210,6 @@ def test_an_expert_that_gets_some_pictures_is_refused() -> None:
     for layer in ("bright", "dark"):
         with pytest.raises(InputError, match="its rows are not the images|does not run for every"):
             find_batch_axis(Net(route, bright=linear(), dark=linear()), pictures, [layer])
-
-
-def test_rows_of_a_sequence_first_layer_are_the_images_though_its_first_axis_is_not() -> None:
-    def sequence_first(model: Net, x: Tensor) -> Any:
-        tokens = x.flatten(2).permute(2, 0, 1)  # (T, B, C)
-        return model.attention(tokens, tokens, tokens, need_weights=False)[0]
-
-    model, images = Net(sequence_first, attention=nn.MultiheadAttention(4, 2)).eval(), torch.randn(3, 4, 2, 2)
-    with torch.no_grad():
-        output = model(images)
-        rows = find_batch_axis(model, images, ["attention"])
-    assert rows == {"attention:0": BatchAxis(axis=1)}
-    assert torch.equal(rows["attention:0"].by_image(output)[2], output[:, 2])
 
 
 def test_rows_that_are_no_whole_images_are_refused() -> None:

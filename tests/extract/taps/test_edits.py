@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -85,16 +84,17 @@ def test_noise_has_its_spread_and_comes_from_the_default_generator() -> None:
     assert abs(first.mean()) < 0.01
 
 
-def test_smoothed_gradients_are_a_moving_average() -> None:
-    layer = nn.Linear(2, 1, bias=False)
-    model = nn.Sequential(layer, nn.Identity())
-    expected = None
-    with Taps(model).edit("0", smooth(0.9), what="grad").keep("0", "grad") as taps:
-        for step in range(4):
-            (taps(torch.ones(3, 2)) * (step + 1)).sum().backward()
-            raw = torch.full((3, 1), step + 1.0)
-            expected = raw if expected is None else 0.9 * expected + 0.1 * raw
-            assert torch.allclose(taps.record["0@grad"], expected)
+def test_smoothed_gradients_are_a_moving_average_of_each_layer() -> None:
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
+    weight, first, second = model[1].weight.item(), 0.0, 0.0
+    with Taps(model).edit("?", smooth(0.9), what="grad").keep("?", "grad") as taps:
+        for step in range(1, 5):
+            (taps(torch.ones(3, 2)) * step).sum().backward()
+            share = 1 if step == 1 else 0.1
+            second = (1 - share) * second + share * step
+            first = (1 - share) * first + share * weight * second  # what reaches it was smoothed behind it
+            assert torch.allclose(taps.record["1@grad"], torch.full((3, 1), second))
+            assert torch.allclose(taps.record["0@grad"], torch.full((3, 1), first))
 
 
 def test_gradients_flow_through_a_smoothed_output() -> None:
@@ -115,24 +115,6 @@ def test_freeze_gives_every_parameter_its_setting_back() -> None:
         assert [p.requires_grad for p in model.parameters()] == [True] * 2 + [False] * 4
         raise ZeroDivisionError
     assert [p.requires_grad for p in model.parameters()] == before
-
-
-def test_doubling_a_layer_is_doubling_written_into_forward() -> None:
-    torch.manual_seed(0)
-    edited = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4),
-        nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 5),
-    ).eval()  # fmt: skip
-    written, x = copy.deepcopy(edited), torch.randn(2, 3, 8, 8)
-    with Taps(edited).edit("3", scale(2)) as taps:
-        logits = taps(x)
-        logits.square().sum().backward()
-    expected = written[4:](2 * written[:4](x))
-    expected.square().sum().backward()
-    assert torch.equal(logits, expected)
-    assert not torch.allclose(written(x), expected)
-    for (name, ours), theirs in zip(edited.named_parameters(), written.parameters(), strict=True):
-        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6 * float(theirs.grad.abs().max())), name
 
 
 def test_edits_by_call_by_input_and_in_order() -> None:

@@ -297,26 +297,6 @@ def test_taps_that_are_closed_out_of_order_leave_the_modes_of_others() -> None:
     assert torch._C._len_torch_function_stack() == 0
 
 
-def give(layer: Net, x: Tensor) -> Tensor:
-    """Return a new tensor, or one that something else can read."""
-    y = x * 2
-    held = {"held": y, "view held": y[0], "alias held": y.detach()}.get(layer.how)
-    if held is not None:
-        layer.held = held
-    return {"input": x, "buffer": layer.buffer, "view": y[:]}.get(layer.how, y)
-
-
-@pytest.mark.parametrize("how", ["new", "held", "view held", "alias held", "input", "buffer", "view"])
-def test_functions_are_watched_only_behind_an_edited_output_that_other_code_can_read(how: str) -> None:
-    modes: list[int] = []
-    model = nn.Sequential(Net(give, how=how, held=None, buffer=torch.ones(2, 4)), nn.Identity())
-    model[1].register_forward_pre_hook(lambda *_: modes.append(torch._C._len_torch_function_stack()))
-    with torch.no_grad(), Taps(model).edit("0", same) as taps:
-        taps(X.clone())
-    assert modes == [0 if how == "new" else 1]
-    assert torch._C._len_torch_function_stack() == 0
-
-
 def test_a_device_that_the_model_chooses_meanwhile_is_left_where_it_was_chosen() -> None:
     def choose(model: Net, x: Tensor) -> Tensor:
         with torch.device("meta"):
@@ -387,3 +367,47 @@ def test_layers_inside_torch_func_and_those_that_return_sparse_tensors_are_edite
             assert torch.allclose(taps(X), 3 * model.linear.forward(X))
         with torch.set_grad_enabled(grad), Taps(sparse).edit("0", lambda h: 3 * h) as taps:
             assert torch.equal(taps(X).to_dense(), 3 * X)
+
+
+# Copies that the model continues with are what the originals are: their attributes, and memory of their own
+
+
+def merged(model: Net, x: Tensor) -> Any:
+    """As in fastai: a layer reads an attribute of its input."""
+    h = model.linear(x)
+    h.orig = h * 2
+    return model.f(h)
+
+
+@pytest.mark.parametrize(("what", "verb"), [("output", "edit"), ("input", "edit"), ("grad_input", "keep")])
+def test_attributes_of_tensors_are_those_of_what_stands_in_for_them(what: Any, verb: str) -> None:
+    model = Net(merged, linear=linear(), f=Net(lambda self, x: x + x.orig))
+    taps = Taps(model).keep("f", what) if verb == "keep" else Taps(model).edit("f", same, what)
+    with taps:
+        y = taps(X)
+    assert torch.equal(y, 3 * model.linear(X))
+
+
+def test_attributes_reach_the_layer_behind_one_that_is_watched() -> None:
+    def forward(model: Net, x: Tensor) -> Any:
+        h = model.linear(x)
+        h.mask = (h > 0).float()
+        v = model.f(h)
+        return v * v.mask
+
+    model = Net(forward, linear=linear(), f=nn.Dropout().eval())
+    h = model.linear(X)
+    for taps in (Taps(model).keep("f", "grad"), Taps(model).edit("f", same)):
+        with taps:
+            assert torch.equal(taps(X), h * (h > 0))
+
+
+@pytest.mark.parametrize("what", ["output", "input"])
+def test_an_edit_in_place_of_frames_that_overlap_leaves_their_neighbours(what: Any) -> None:
+    def edit(h: Tensor) -> Tensor:
+        h[..., 1] = 0
+        return h
+
+    model, x = nn.Sequential(Net(lambda self, x: x.unfold(-1, 4, 2)), nn.Identity()), torch.arange(1.0, 9.0)[None]
+    with torch.no_grad(), Taps(model).edit("0" if what == "output" else "1", edit, what) as taps:
+        assert taps(x).tolist() == [[[1, 0, 3, 4], [3, 0, 5, 6], [5, 0, 7, 8]]]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from extract import InputError, Site, Taps
-from extract.taps.nested import map_tensors, tensors_in
+from extract.taps.nested import map_tensors
 from tests.extract.taps.networks import Net
 
 
@@ -97,17 +97,6 @@ def test_an_edit_inside_a_sequence_with_attributes_is_refused(kind: Any) -> None
     refused = pytest.raises(InputError, match=f"a value inside {kind.__name__} is to be replaced")
     with torch.no_grad(), refused, Taps(model).edit("", lambda h: h * 10) as taps:
         taps(torch.ones(2))
-
-
-def test_long_lists_of_numbers_are_not_walked_item_by_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, numbers = torch.ones(2), [*range(1000), 0.5, None, "a"]
-    monkeypatch.setattr("extract.taps.nested.enumerate", lambda value: pytest.fail("walked"), raising=False)
-    assert list(tensors_in(numbers)) == []
-    assert map_tensors(numbers, lambda path, tensor: tensor) is numbers
-    monkeypatch.undo()
-    numbers[500] = x  # type: ignore[call-overload]
-    assert list(tensors_in(numbers)) == [((500,), x)]
-    assert map_tensors(numbers, lambda path, tensor: tensor * 2)[500].tolist() == [2, 2]
 
 
 class Holder:
