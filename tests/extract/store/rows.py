@@ -93,6 +93,13 @@ def write(writer: ShardWriter, rows: list[int], status: Status = Status.OK) -> N
     writer.flush()
 
 
+def published(data: DataSet, shard: int = 0, compress: str | None = None) -> Path:
+    """A shard with all its rows."""
+    with new_shard(data, shard) as writer:
+        write(writer, list(data.shard_range(shard)))
+        return writer.publish(compress)
+
+
 def no_files(count: int) -> dict[str, np.ndarray]:
     """What is known of the image files of rows, where it does not matter."""
     return {

@@ -27,12 +27,13 @@ from tests.extract.store.rows import (
     ROWS,
     SHARD_ROWS,
     VALUES,
+    change_a_value,
     complete_data_set,
     create,
     data_set,
     empty_data_set,
     names_of,
-    new_shard,
+    published,
     write,
 )
 
@@ -86,27 +87,25 @@ def changed(proxy: Proxy, url: str, content: bytes | None) -> Iterator[None]:
         put(proxy, url, before)
 
 
-def test_a_copy_of_the_bucket_is_the_data_set(url: str, complete: Path, tmp_path: Path) -> None:
+def test_a_copy_of_the_bucket_is_the_data_set_and_a_second_writer_finds_what_is_there(
+    url: str, complete: Path, tmp_path: Path
+) -> None:
     data, bucket = DataSet.open(complete), Bucket(url + "/")
     assert bucket.open_or_create(data) is None
     assert bucket.published().tolist() == []
     for shard in (2, 0):
-        assert bucket.publish(data.path(shard), receipt_of(data.path(shard)))
+        assert publish(data, url, shard)
     assert bucket.published().tolist() == [0, 2]
-    assert bucket.publish(data.path(1), receipt_of(data.path(1)))
+    assert publish(data, url, 1)
     copy = copied(url, tmp_path / "copy")
     assert verify(copy.out).faults == []
     for path in (complete / "shards").iterdir():
         assert (copy.out / "shards" / path.name).read_bytes() == path.read_bytes()
     assert read_json(copy.out / "dataset.json") == read_json(complete / "dataset.json")
-
-
-def test_a_second_writer_finds_what_is_there(proxy: Proxy, whole: str, complete: Path) -> None:
-    data, again = DataSet.open(complete), Bucket(whole)
-    assert again.open_or_create(data) == data
-    before = remote.names(whole)
-    assert [publish(data, whole, shard) for shard in range(data.n_shards)] == [False] * 3
-    assert remote.names(whole) == before
+    before = remote.names(url)
+    assert Bucket(url).open_or_create(data) == data
+    assert [publish(data, url, shard) for shard in range(data.n_shards)] == [False] * 3
+    assert remote.names(url) == before
 
 
 def test_another_data_set_is_refused_and_nothing_gives_way(url: str, tmp_path: Path) -> None:
@@ -186,10 +185,9 @@ def test_another_writers_whole_shard_is_published_with_a_receipt_of_its_own(url:
 
 
 def flipped(out: Path) -> bytes:
-    content = bytearray((shard := complete_data_set(out)).path(0).read_bytes())
-    with shard.open_shard(0, shard.path(0)) as opened:
-        content[opened.offsets["/features/vector"] + 30] ^= 1
-    return bytes(content)
+    data = complete_data_set(out)
+    change_a_value(out, 0, "vector", 1)
+    return data.path(0).read_bytes()
 
 
 @pytest.mark.slow
@@ -344,9 +342,7 @@ def test_a_bucket_is_read_while_it_is_written(url: str, data: DataSet) -> None:
     with FeatureReader(url, partial=True) as reader:
         assert len(reader) == 0
         assert reader["vector"][:].shape == (0, 6)
-    with new_shard(data, 1) as writer:
-        write(writer, list(range(10, 20)))
-        writer.publish()
+    published(data, 1)
     publish(data, url, 1)
     with FeatureReader(url, partial=True) as reader:
         assert reader.rows.tolist() == list(range(10, 20))

@@ -76,22 +76,25 @@ def test_a_merge_that_was_killed_goes_on(sources: list[Path], tmp_path: Path) ->
     assert verify(out).faults == []
 
 
-def test_an_image_in_both_is_named(tmp_path: Path) -> None:
-    a, b = complete_data_set(tmp_path / "a"), complete_data_set(tmp_path / "b")
-    with pytest.raises(InputError, match=r"class 0/ü0.jpg \(below /photos\) is in .*a and in .*b"):
-        merge([a.out, b.out], tmp_path / "all")
-    assert not (tmp_path / "all").exists()
-
-
-def test_other_fingerprints_and_unfinished_sets_are_refused(sources: list[Path], tmp_path: Path) -> None:
-    other = complete_data_set(tmp_path / "other", depends_on={"weights": "v"})
-    with pytest.raises(InputError, match="have different fingerprints.*`layertap show .*zoo .*other` compares them"):
-        merge([sources[0], other.out], tmp_path / "all")
-    with pytest.raises(InputError, match="zoo is one of the data sets to merge"):
-        merge(sources, sources[0])
-    next((sources[1] / "shards").glob("000001.h5")).unlink()
+def test_what_cannot_be_merged_is_refused(sources: list[Path], tmp_path: Path) -> None:
+    other, (a, b) = complete_data_set(tmp_path / "other", depends_on={"weights": "v"}).out, sources
+    same = [complete_data_set(tmp_path / name).out for name in ("one", "two")]
+    calls: list[tuple[list[Path], Path, int | None, str]] = [
+        ([a, other], tmp_path / "all", None,
+         "have different fingerprints.*`layertap show .*zoo .*other` compares them"),
+        (same, tmp_path / "all", None, r"class 0/ü0.jpg \(below /photos\) is in .*one and in .*two"),
+        (sources, a, None, "zoo is one of the data sets to merge"),
+        (sources, a / "sub", None, "or inside one"),
+        (sources, tmp_path / "all", 0, "shard_rows is 0; it must be at least 1"),
+        (sources, tmp_path / "all", -5, "shard_rows is -5; it must be at least 1"),
+    ]  # fmt: skip
+    for given, out, shard_rows, message in calls:
+        with pytest.raises(InputError, match=message):
+            merge(given, out, shard_rows=shard_rows)
+    (b / "shards" / "000001.h5").unlink()
     with pytest.raises(LayertapError, match="000001.h5 is missing"):
         merge(sources, tmp_path / "all")
+    assert not (tmp_path / "all").exists()
 
 
 def test_classes_are_united(sources: list[Path], tmp_path: Path) -> None:
@@ -140,11 +143,3 @@ def test_other_sources_do_not_go_into_the_same_folder(sources: list[Path], tmp_p
     mended = made(tmp_path / "mended", "/photos/ark")
     with pytest.raises(InputError, match="the stored row of ark/class 2/ü5.jpg differs from the data sets to merge"):
         merge([sources[0], mended], out)
-    with pytest.raises(InputError, match="or inside one"):
-        merge(sources, sources[0] / "sub")
-
-
-def test_a_shard_has_at_least_a_row(sources: list[Path], tmp_path: Path) -> None:
-    for shard_rows in (0, -5):
-        with pytest.raises(InputError, match=f"shard_rows is {shard_rows}; it must be at least 1"):
-            merge(sources, tmp_path / "all", shard_rows=shard_rows)

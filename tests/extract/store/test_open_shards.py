@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from extract import FeatureReader, InputError, LayertapError
+from extract.row_status import Status
 from extract.store import row_selection
 from extract.store.batches import Shuffle
 from extract.store.format.shard import Shard
 from extract.store.row_selection import OpenShards, ShardFile
+from extract.store.text_column import TextColumn
+from extract.store.verify import verify
+from pipelines.data_sets.show import describe
+from tests.extract.store.rows import FEATURES, PATHS, PATHS_XXH3, ROWS, complete_data_set, create, data_set
 
 HOW: tuple[Shuffle, ...] = (None, "chunks", "rows")
 
@@ -111,10 +120,15 @@ def test_a_shard_of_another_data_set_is_refused_when_it_is_read(complete: Path) 
         reader["vector"][:]
 
 
-def test_a_closed_reader_opens_nothing(complete: Path) -> None:
-    with FeatureReader(complete) as reader:
+@pytest.mark.parametrize(("at_once", "compress"), [(0, None), (64, None), (64, "gzip")])
+def test_a_closed_reader_says_so(
+    tmp_path: Path, at_once: int, compress: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_selection, "OPENED_AT_ONCE", at_once)
+    with FeatureReader(complete_data_set(tmp_path / "out", compress).out) as reader:
         reader["vector"][0]
-    for use in (lambda: reader["vector"][0], lambda: reader["vector"][len(reader) - 1], lambda: reader.paths[-1]):
+    for use in (lambda: reader["vector"][0], lambda: reader["vector"][[1, 22]], lambda: reader["vector"][:],
+                lambda: reader.status, lambda: reader.paths[-1], lambda: reader.provenance):  # fmt: skip
         with pytest.raises(LayertapError, match="is closed"):
             use()
     with pytest.raises(LayertapError, match=r"copy what is needed later, such as reader.paths\[:\]"):
@@ -160,3 +174,187 @@ def test_a_shard_that_another_thread_closes_at_once_does_not_stay_open() -> None
     first, second = (ShardFile(name, 1, read=lambda: object(), open_shards=shards) for name in "ab")  # type: ignore[arg-type,return-value]
     assert first.shard
     assert [first.is_open, second.is_open] == [False, True]
+
+
+# Counts of rows, against counts of h5py
+
+
+IMAGES = {"root": "/photos", "count": ROWS, "paths_xxh3": PATHS_XXH3, "labels_xxh3": "0" * 32}
+FAILED = (11, 15)  # both in shard 1
+
+
+def counted(out: Path) -> dict[str, Any]:
+    """Count the rows with h5py."""
+    status, classes, splits, labels = Counter[str](), Counter[str](), Counter[str](), Counter[int]()
+    for path in sorted(out.glob("shards/*.h5")):
+        with h5py.File(path) as file:
+            names = [name.decode() for name in file["classes"][()].tolist()]
+            classes.update(dict.fromkeys(names, 0))
+            status.update(Status(code).text for code in file["status"][()].tolist())
+            labels.update(file["label"][()].tolist())
+            classes.update(names[label] for label in file["label"][()].tolist() if label >= 0)
+            splits.update(split.decode() for split in file["split"][()].tolist() if split)
+    return {"status": status, "classes": classes, "unlabelled": labels[-1], "splits": splits}
+
+
+def check_counts(out: Path) -> None:
+    with FeatureReader(out) as reader:
+        counts = reader.counts
+        assert {name: getattr(counts, name) for name in counted(out)} == counted(out)
+
+
+def edited(out: Path, shard: int, how: Callable[[dict[str, Any]], object]) -> None:
+    """Change a receipt."""
+    path = out / f"shards/{shard:06d}.json"
+    content = json.loads(path.read_text())
+    how(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.fixture(scope="module")
+def _out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return complete_data_set(tmp_path_factory.mktemp("counts") / "out", failed=FAILED, images=IMAGES).out
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return complete_data_set(tmp_path_factory.mktemp("packed") / "out", "gzip", images=IMAGES).out
+
+
+@pytest.fixture
+def out(_out: Path, tmp_path: Path) -> Path:
+    """A data set with two failed rows."""
+    return shutil.copytree(_out, tmp_path / "out")
+
+
+def test_rows_are_counted_and_failed_ones_listed(out: Path, packed: Path) -> None:
+    check_counts(packed)
+    check_counts(out)
+    with FeatureReader(out) as reader:
+        assert reader.failures == [(row, PATHS[row], "decode error", f"row {row} failed") for row in FAILED]
+
+
+def test_compression_is_that_of_the_files(packed: Path) -> None:
+    with FeatureReader(packed) as reader:
+        compression = reader.compression
+    for feature in FEATURES:
+        stored = 0
+        for path in packed.glob("shards/*.h5"):
+            with h5py.File(path) as file:
+                stored += file[f"features/{feature.name}"].id.get_storage_size()
+        assert compression[feature.name] == ("gzip", feature.row_bytes * ROWS / stored)
+
+
+def test_a_data_set_may_be_compressed_in_part(out: Path, packed: Path) -> None:
+    for suffix in ("h5", "json"):
+        shutil.copy(packed / f"shards/000001.{suffix}", out / f"shards/000001.{suffix}")
+    with h5py.File(out / "shards/000001.h5") as file:
+        stored = file["features/vector"].id.get_storage_size()
+    plain = FEATURES[0].row_bytes
+    with FeatureReader(out) as reader:
+        assert reader.compression["vector"] == ("gzip", plain * ROWS / (plain * (ROWS - 10) + stored))
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[" * 100_000])
+def test_without_a_receipt_the_rows_are_counted(out: Path, content: str | None) -> None:
+    (out / "shards/000001.json").unlink()
+    if content is not None:
+        (out / "shards/000001.json").write_text(content)
+    check_counts(out)
+
+
+def test_rows_of_an_unfinished_data_set_are_counted(out: Path) -> None:
+    for suffix in ("h5", "json"):
+        (out / f"shards/000001.{suffix}").unlink()
+    create(data_set(out, images=IMAGES), 1)
+    with FeatureReader(out, partial=True) as reader:
+        assert reader.counts.status == {"ok": ROWS - 10}
+        assert reader.counts.classes == Counter(f"class {i % 3}" for i in range(ROWS) if not 10 <= i < 20)
+
+
+def test_counts_of_two_data_sets_are_added(out: Path, packed: Path) -> None:
+    with FeatureReader([out, packed]) as reader:
+        assert reader.counts.status == {"ok": 2 * ROWS - 2, "decode error": 2}
+        assert reader.counts.classes == {name: 2 * count for name, count in counted(out)["classes"].items()}
+
+
+@pytest.mark.parametrize("entry", ["labels", "splits"])
+def test_verify_compares_the_counts(out: Path, entry: str) -> None:
+    assert verify(out).faults == []
+    edited(out, 1, lambda receipt: receipt[entry].clear())
+    (fault,) = verify(out).faults
+    assert f"its {entry} differs from the receipt" in str(fault)
+
+
+def test_show_prints_the_same_of_shards_that_are_opened_at_once_or_on_first_use(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_first_use = describe(out)
+    monkeypatch.setattr(row_selection, "OPENED_AT_ONCE", 64)
+    assert describe(out) == on_first_use
+    assert on_first_use["splits"] == {"train": ROWS}
+    assert sum(on_first_use["classes"].values()) == ROWS
+
+
+# Columns of texts, which are read when they are asked for
+
+
+TEXTS = ["a", "", "b/c.jpg", "ü", "a"]
+
+
+def column(texts: list[str]) -> TextColumn:
+    return TextColumn(len(texts), lambda start, stop: texts[start:stop])
+
+
+@settings(max_examples=30)
+@given(st.lists(st.text("aü/", max_size=2), max_size=8), st.slices(8))
+def test_it_is_a_sequence_like_a_list(texts: list[str], index: slice) -> None:
+    values = column(texts)
+    assert values[index] == texts[index]
+    assert (list(values), len(values), list(reversed(values))) == (texts, len(texts), texts[::-1])
+    assert [values[i] for i in range(-len(texts), len(texts))] == texts + texts
+    assert values == texts
+    assert np.array(values).tolist() == texts
+    for text in texts:
+        assert text in values
+        assert values.index(text) == texts.index(text)
+
+
+def test_it_differs_from_other_texts() -> None:
+    for other in (TEXTS[:-1], [*TEXTS[:-1], "z"], None):
+        assert column(TEXTS) != other
+    assert "z" not in column(TEXTS)
+
+
+def test_a_text_gives_a_mask_as_of_an_array() -> None:
+    values = column(TEXTS)
+    assert (values == "a").tolist() == [True, False, False, False, True]
+    assert (values != "a").tolist() == [False, True, True, True, False]
+    assert (column([]) == "a").shape == (0,)
+    assert np.arange(5)[values == "a"].tolist() == [0, 4]
+
+
+@pytest.mark.parametrize(
+    "rows", [[3, 0, 3], [-1], [], np.array([4, 2]), np.array(TEXTS) == "a", [True, False, False, True, False]]
+)
+def test_rows_by_number_or_mask_are_those_of_an_array(rows: object) -> None:
+    expected = np.array(TEXTS)[np.asarray(rows, None if len(rows) else int)].tolist()  # type: ignore[arg-type]
+    assert column(TEXTS)[rows] == expected  # type: ignore[index]
+
+
+@pytest.mark.parametrize("rows", [[True, False], [5], 5, -6])
+def test_a_mask_of_another_length_and_a_row_that_does_not_exist_are_refused(rows: Any) -> None:
+    with pytest.raises(IndexError):
+        column(TEXTS)[rows]
+
+
+def test_many_texts_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("extract.store.text_column._AT_ONCE", 2)
+    reads = []
+
+    def read(start: int, stop: int) -> list[str]:
+        reads.append((start, stop))
+        return TEXTS[start:stop]
+
+    assert list(TextColumn(5, read)) == TEXTS
+    assert reads == [(0, 2), (2, 4), (4, 5)]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -94,3 +98,14 @@ def test_no_row_that_says_it_is_done_is_wrong(
         if sync_s == 0:  # and then, nothing that was acknowledged is lost
             assert set(np.flatnonzero(batches <= acknowledged)) <= set(good)
     assert torn > 0 or sync_s == 0  # it is not the luck of the dice
+
+
+@pytest.mark.parametrize("count", [pytest.param(12, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.soak)])
+def test_killed_and_resumed_runs_end_as_one_that_was_left_alone(count: int) -> None:
+    script = Path(__file__).with_name("kill.py")
+    run = subprocess.run([sys.executable, str(script), str(count)], capture_output=True, text=True,
+                         cwd=Path(__file__).parents[3])  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert (result["kills"], result["all the same"]) == (count, True)
+    assert len(result["left"]) >= 3  # it struck in several places

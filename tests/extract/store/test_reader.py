@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import resource
 import subprocess
 import sys
 import threading
@@ -29,7 +28,7 @@ from extract.store.format.layout import RowNames, create_shard
 from extract.store.format.shard import copy_shard
 from extract.store.format.writer import ShardWriter
 from tests.extract.html_reader import HtmlReader
-from tests.extract.store.processes import at_once, result_of, started
+from tests.extract.store.processes import at_once, started
 from tests.extract.store.rows import (
     FEATURES,
     PATHS,
@@ -38,12 +37,13 @@ from tests.extract.store.rows import (
     change,
     change_a_value,
     complete_data_set,
-    create,
     empty_data_set,
     filled,
     new_shard,
+    published,
     write,
 )
+from tests.pipelines.test_cli import fails, layertap
 
 
 def test_the_reader_goes_over_all_shards(complete: Path, tmp_path: Path) -> None:
@@ -151,9 +151,7 @@ def test_a_compressed_shard_that_is_written_anew_stays_readable_for_who_has_it(t
 
 
 def test_a_partial_reader_has_the_rows_that_are_done_and_no_others(data: DataSet) -> None:
-    with new_shard(data, 0) as writer:
-        write(writer, list(range(10)))
-        writer.publish()
+    published(data)
     with new_shard(data, 2) as writer:
         write(writer, [21], Status.DECODE_ERROR)
         write(writer, [22])
@@ -277,16 +275,6 @@ def test_a_row_is_verified_once(complete: Path, monkeypatch: pytest.MonkeyPatch)
     assert sorted(verified) == list(range(6))
 
 
-@pytest.mark.parametrize("compress", [None, "gzip"])
-def test_a_closed_reader_says_so(tmp_path: Path, compress: str | None) -> None:
-    reader = FeatureReader(complete_data_set(tmp_path / "out", compress).out)
-    reader.close()
-    for use in (lambda: reader["vector"][0], lambda: reader["vector"][[1, 2]], lambda: reader["vector"][:],
-                lambda: reader.status, lambda: reader.paths[0], lambda: reader.provenance):  # fmt: skip
-        with pytest.raises(LayertapError, match="is closed"):
-            use()
-
-
 def test_arrays_outlive_their_reader(complete: Path) -> None:
     with FeatureReader(complete) as reader:
         rows, label = reader["vector"][2:4], reader.labels
@@ -323,23 +311,21 @@ def test_a_list_of_folders_is_read_as_one(tmp_path: Path) -> None:
 # For PyTorch
 
 
-@pytest.mark.parametrize(
-    ("method", "workers", "compress"),
-    [(None, 0, None), ("fork", 2, "gzip"), pytest.param("spawn", 2, "gzip", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("workers", "compress", "is_sent"), [(0, None, False), (2, "gzip", False), (0, "gzip", True)])
 def test_a_data_loader_gives_the_stored_rows_in_a_seeded_order(
-    tmp_path: Path, method: str | None, workers: int, compress: str | None
+    tmp_path: Path, workers: int, compress: str | None, is_sent: bool
 ) -> None:
     data = complete_data_set(tmp_path / "out", compress, failed=(7,))
     good = np.array([row for row in range(ROWS) if row != 7])
     with FeatureReader(data.out) as reader:
         assert len(reader["vector"][:2]) == 2  # handles are open when the workers are forked
         # A function that cannot be pickled, where nothing is.
-        transform = None if method == "spawn" else (lambda sample: sample)
+        dataset = reader.dataset(["vector", "map:none"], transform=None if is_sent else (lambda sample: sample))
+        if is_sent:  # as to a worker that is spawned
+            dataset = pickle.loads(pickle.dumps(dataset))
         loader = DataLoader(
-            reader.dataset(["vector", "map:none"], transform=transform), batch_size=4, shuffle=True,
-            generator=torch.Generator().manual_seed(5), num_workers=workers, multiprocessing_context=method,
-            timeout=120 if workers else 0,
+            dataset, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5), num_workers=workers,
+            multiprocessing_context="fork" if workers else None, timeout=120 if workers else 0,
         )  # fmt: skip
         batches = list(loader)
         numbers = DataLoader(range(len(good)), 4, shuffle=True, generator=torch.Generator().manual_seed(5))
@@ -559,20 +545,6 @@ def test_pending_rows_are_not_read(complete: Path) -> None:
             FeatureReader(path)
 
 
-def test_a_disk_that_is_nearly_full_is_an_error_and_no_crash(data: DataSet) -> None:
-    """With a limit on the size of files, which HDF5 would meet in the middle of its work."""
-
-    def create_below(limit: int) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        create(data, 0)
-
-    for limit in range(1000, 30000, 6000):
-        error = result_of(create_below, limit)
-        assert isinstance(error, LayertapError)
-        assert "File too large" in str(error)
-    assert list((data.out / "shards").iterdir()) == []
-
-
 def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist"):
         FeatureReader(tmp_path / "nothing")
@@ -586,3 +558,70 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             FeatureReader(tmp_path / f"{name}.h5")
     with pytest.raises(InputError, match="the list of folders is empty"):
         FeatureReader([])
+
+
+# Without the rows that a table names
+
+
+GONE = [0, 4, 9, *range(10, 20), 22]  # some of the first shard, all of the second, the end of the third
+STAY = [row for row in range(ROWS) if row not in GONE]
+FAILED = 3
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return complete_data_set(tmp_path / "out", failed=(FAILED,)).out
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_it_has_the_other_rows_in_every_way_of_reading(out: Path, check: bool) -> None:
+    notes: list[str] = []
+    with FeatureReader(out, check=check) as whole:
+        some = whole.without([*(PATHS[row] for row in GONE), "x.jpg"], notes.append)
+        assert notes == [
+            "images left out by the table: 14; paths in it without an image: 1 of 15, the first is 'x.jpg'"
+        ]
+        for reader in (some, pickle.loads(pickle.dumps(some)), some.without([PATHS[1]]), whole.without([PATHS[1]])):
+            rows = reader.rows.tolist()
+            assert reader.paths == [PATHS[row] for row in rows]
+            assert reader.labels.tolist() == [row % 3 for row in rows]
+            assert reader.failures == [(rows.index(FAILED), PATHS[FAILED], "decode error", reader.failures[0][3])]
+            good = [row for row in rows if row != FAILED]
+            for name, values in VALUES.items():
+                features, mask = reader[name], np.array(rows) != FAILED
+                assert np.array_equal(features[:][mask], values[good])
+                batches = [x for x, _ in reader.batches(name, 4, shuffle="rows")]
+                assert np.array_equal(np.sort(np.concatenate(batches), 0), np.sort(values[good], 0))
+            table = reader.to_arrow("vector")
+            assert (table["row"].to_pylist(), len(reader.dataset("vector"))) == (rows, len(good))
+        assert some.rows.tolist() == STAY
+        assert len(whole) == ROWS
+    with pytest.raises(LayertapError, match="closed"):
+        some["vector"][:]
+
+
+def test_an_export_leaves_rows_out_and_a_wrong_table_writes_nothing(out: Path, tmp_path: Path) -> None:
+    (tmp_path / "names.txt").write_bytes("".join(f"{PATHS[row]}\n" for row in GONE if row != 4).encode())
+    (tmp_path / "other.txt").write_text("x.jpg")
+    command = ("export", out, "--to", "h5", "-o", tmp_path / "a.h5", "--without")
+    assert "other.txt names no image: its first path is 'x.jpg'" in fails(*command, tmp_path / "other.txt")
+    assert not (tmp_path / "a.h5").exists()
+    done = layertap(*command, tmp_path / "names.txt")
+    assert f"images left out by {tmp_path / 'names.txt'}: 13\n" in done.stderr
+    stay = sorted([*STAY, 4])
+    with h5py.File(tmp_path / "a.h5") as file:
+        assert file["path"].asstr(errors="surrogateescape")[:].tolist() == [PATHS[row] for row in stay]
+        assert np.array_equal(file["features/vector"][:][1], VALUES["vector"][2])
+        assert np.array_equal(file["features/map:none"][:][-1], VALUES["map:none"][21])
+
+
+def test_a_table_of_all_rows_leaves_none(out: Path) -> None:
+    with FeatureReader(out) as reader, pytest.raises(InputError, match="the table names all images; none is left"):
+        reader.without(reader.paths)
+
+
+def test_it_checks_the_hashes_of_its_rows_if_the_whole_reader_does(out: Path) -> None:
+    with h5py.File(out / "shards/000000.h5", "r+") as file:
+        file["features/vector"][5, 0] += 1
+    with FeatureReader(out, check=True) as reader, pytest.raises(InputError, match=r"row 4 .* is damaged"):
+        reader.without([PATHS[0]])["vector"][:]

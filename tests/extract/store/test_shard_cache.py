@@ -9,10 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from extract import FeatureReader, InputError, LayertapError
 from extract.store.format import layout
@@ -116,15 +114,6 @@ def test_a_server_gives_the_same(proxy: Proxy, url: str, small: None, data: Data
     assert len(proxy.ranges(".h5")) == before  # all of it was in the cache
     with pytest.raises(LayertapError, match="000000.h5 is closed"):
         reader["vector"][0]
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_read_through_the_cache(url: str, data: DataSet, method: str) -> None:
-    with FeatureReader(url) as reader:
-        assert len(reader["vector"][:2]) == 2  # threads, connections and handles are there when workers are forked
-        empty_cache()
-        loader = DataLoader(reader.dataset("vector"), 4, num_workers=2, multiprocessing_context=method, timeout=120)
-        assert np.array_equal(torch.cat([x for x, _ in loader]).numpy(), VALUES["vector"])
 
 
 def test_workers_are_forked_while_threads_read(url: str, small: None, data: DataSet) -> None:

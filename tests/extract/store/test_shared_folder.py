@@ -157,14 +157,6 @@ def test_a_link_in_place_of_a_receipt_is_not_taken_for_one(
     assert elsewhere.exists()
 
 
-def test_a_receipt_that_is_there_is_never_written_over(folder: SharedFolder, tmp_path: Path, built: DataSet) -> None:
-    assert folder.publish(built.path(0), receipt_of(built, 0) | {"made": {"host": "first"}})
-    other = tmp_path / "other"
-    shutil.copytree(built.out, other)
-    assert not folder.publish(other / "shards" / "000000.h5", receipt_of(built, 0) | {"made": {"host": "second"}})
-    assert read_json(folder.out / "shards" / "000000.json")["made"] == {"host": "first"}
-
-
 def test_a_shard_that_has_changed_since_it_was_finished_is_not_published(
     folder: SharedFolder, built: DataSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

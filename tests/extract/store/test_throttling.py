@@ -137,11 +137,11 @@ def test_a_create_whose_answer_was_lost_recognises_its_own_object(proxy: Proxy, 
     assert remote.read(url) == b"ours"
 
 
-@pytest.mark.parametrize("count", [pytest.param(8, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [pytest.param(5, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)])
 def test_data_sets_are_written_resumed_and_read_while_the_server_fails(count: int) -> None:
     script = Path(__file__).with_name("throttling.py")
     run = subprocess.run([sys.executable, str(script), str(count)], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     result = json.loads(run.stdout.splitlines()[-1])
     assert (result["runs"], result["all equal"]) == (count, True)
-    assert len(result["modes"]) >= 8
+    assert len(result["modes"]) >= 5

@@ -82,13 +82,6 @@ def test_int8_rows_that_are_zero_tiny_or_not_finite() -> None:
         assert finite_rows(encoded(rows, kind), kind).tolist() == [True, True, True, False, False, True, True]
 
 
-@pytest.mark.parametrize(
-    "other", [np.dtype("<i2"), np.dtype("<u4"), np.dtype([("a", "<f4"), ("values", "i1", (3,))]), np.dtype("<f8")]
-)
-def test_other_types_are_none_of_these(other: np.dtype[Any]) -> None:
-    assert value_type_of(other, ()) is None
-
-
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory, _twelve: Path) -> Path:
     """Twelve pictures, and a file that is none."""

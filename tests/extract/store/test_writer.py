@@ -14,14 +14,12 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from extract import FeatureReader, LayertapError, LockedError, Status
 from extract.store.format import writer as writing
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import StoredFeature
-from extract.store.format.shard import Shard, runs
+from extract.store.format.shard import Shard
 from extract.store.format.writer import ShardWriter
 from tests.extract.store.processes import failing, kill_itself, killed, result_of
 from tests.extract.store.rows import (
@@ -31,6 +29,7 @@ from tests.extract.store.rows import (
     filled,
     new_shard,
     no_files,
+    published,
     write,
 )
 
@@ -105,17 +104,13 @@ def test_a_shard_has_its_receipt_and_name_only_when_its_rows_are_on_the_disk(
 
     for name in ("flush_to_disk", "write_json", "claim"):
         monkeypatch.setattr(writing, name, noted(name))
-    with new_shard(data) as writer:
-        write(writer, list(range(10)))
-        writer.publish()
+    published(data)
     assert events == ["flush_to_disk", "write_json", "claim"]
 
 
 def test_where_there_are_no_hard_links_a_shard_is_renamed(data: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", failing(errno.EPERM))
-    with new_shard(data) as writer:
-        write(writer, list(range(10)))
-        assert writer.publish() == data.path(0)
+    assert published(data) == data.path(0)
     assert sorted(path.name for path in (data.out / "shards").iterdir()) == ["000000.h5", "000000.json"]
 
 
@@ -157,15 +152,6 @@ def test_a_full_disk_is_told_before_anything_is_written(data: DataSet, monkeypat
     assert list((data.out / "shards").iterdir()) == []
 
 
-@settings(max_examples=30)
-@given(st.lists(st.integers(0, 60), unique=True), st.integers(1, 5))
-def test_runs_cover_the_rows_in_order(rows: list[int], at_most: int) -> None:
-    rows.sort()
-    pieces = list(runs(np.array(rows, np.int64), at_most))
-    assert [row for start, stop in pieces for row in range(start, stop)] == rows
-    assert all(0 < stop - start <= at_most for start, stop in pieces)
-
-
 @pytest.mark.parametrize("sync_s", [0, 1e9])
 def test_batches_are_forced_to_the_disk_as_often_as_asked(
     data: DataSet, sync_s: float, monkeypatch: pytest.MonkeyPatch
@@ -181,12 +167,10 @@ def test_batches_are_forced_to_the_disk_as_often_as_asked(
 
 
 def test_nothing_but_row_data_changes_after_creation(data: DataSet) -> None:
-    part = create(data, 0)
-    before = part.read_bytes()
+    before = create(data, 0).read_bytes()
     with ShardWriter(data, 0) as writer:
         write(writer, list(range(10)))
-        final = writer.publish()
-    after = final.read_bytes()
+        after = writer.publish().read_bytes()
     assert len(after) == len(before)
     title, line = before.split(b"\n", 2)[:2]
     assert title == b"layertap shard, format 1; HDF5 begins at byte 1024"
