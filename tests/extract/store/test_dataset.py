@@ -88,10 +88,14 @@ def enter(data: DataSet) -> None:
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     data = data_set(tmp_path / "out")
-    with data.locked():
-        error = result_of(enter, data)
-        assert isinstance(error, LockedError)
-        assert f"locked by pid {os.getpid()} on " in str(error)
+    with ThreadPoolExecutor(1) as pool:
+        with data.locked():
+            error = result_of(enter, data)
+            assert isinstance(error, LockedError)
+            assert f"locked by pid {os.getpid()} on " in str(error)
+            with pytest.raises(LockedError, match="by another thread of this process"):
+                pool.submit(enter, data).result()
+        pool.submit(enter, data).result()
     assert result_of(enter, data) is None
 
 
@@ -105,14 +109,6 @@ def test_a_folder_into_which_nothing_was_put_is_gone_again(tmp_path: Path) -> No
         (tmp_path / "used" / "something").touch()
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
     assert left == ["old", "old/.lock", "used", "used/.lock", "used/something"]
-
-
-def test_one_thread_at_a_time(tmp_path: Path) -> None:
-    data = data_set(tmp_path / "out")
-    with ThreadPoolExecutor(1) as pool:
-        with data.locked(), pytest.raises(LockedError, match="by another thread of this process"):
-            pool.submit(enter, data).result()
-        pool.submit(enter, data).result()
 
 
 def test_what_a_killed_run_left_is_cleaned(complete: Path) -> None:

@@ -257,6 +257,9 @@ def test_names_of_files_that_are_too_long_or_taken_meanwhile(plain: FeatureReade
         export(plain, tmp_path / ("x" * 300), "h5")
     with pytest.raises(InputError, match="was created by another process"):
         export(plain, tmp_path / "a.h5", "h5", on_rows=lambda rows: (tmp_path / "a.h5").write_text("mine"))
+    for to in ("h5", "npy"):
+        with pytest.raises(InputError, match="a.h5 already exists"):
+            export(plain, tmp_path / "a.h5", to)
     assert (tmp_path / "a.h5").read_text() == "mine"
     (tmp_path / "b.new").mkdir()
     export(plain, tmp_path / "b", "npy")
@@ -295,15 +298,6 @@ def test_what_a_killed_export_has_left_is_removed_by_the_next(
     with pytest.raises(InputError, match="already exists"):
         export(plain, tmp_path / "a", to)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "out"]
-
-
-def test_what_is_there_is_not_overwritten(plain: FeatureReader, tmp_path: Path) -> None:
-    path = tmp_path / "there"
-    path.write_text("mine")
-    for to in ("h5", "npy"):
-        with pytest.raises(InputError, match="there already exists"):
-            export(plain, path, to)
-        assert path.read_text() == "mine"
 
 
 def test_a_failure_leaves_nothing_behind(plain: FeatureReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,13 +430,6 @@ def test_duckdb_queries_the_export(plain: FeatureReader, tmp_path: Path) -> None
     best = good[np.argsort(-cosines)[:3]]
     assert [row for row, _ in found] == best.tolist()
     np.testing.assert_allclose([cosine for _, cosine in found], np.sort(cosines)[::-1][:3], rtol=1e-5)
-
-
-def test_a_changed_row_is_refused_if_rows_are_checked(tmp_path: Path) -> None:
-    data = complete_data_set(tmp_path / "out")
-    change(data.path(0), lambda file: file["features/vector"].__setitem__((1, 0), 99.0))
-    with FeatureReader(data.out, check=True) as reader, pytest.raises(InputError, match="row 1 .* is damaged"):
-        reader.to_arrow()
 
 
 @pytest.mark.parametrize(("module", "use"), [

@@ -45,10 +45,6 @@ def group_link(file: h5py.File) -> None:
     file["features"] = h5py.SoftLink("/elsewhere")
 
 
-def external_storage(file: h5py.File) -> None:
-    replace(file, "label", shape=(10,), dtype="<i8", external=[("/etc/passwd", 0, h5py.h5f.UNLIMITED)])
-
-
 def virtual(file: h5py.File) -> None:
     layout = h5py.VirtualLayout((10, 6), "<f4")
     layout[:] = h5py.VirtualSource("/etc/passwd", "x", (10, 6))
@@ -65,44 +61,28 @@ def unknown_filter(file: h5py.File) -> None:
     h5py.h5d.create(file["features"].id, b"vector", h5py.h5t.IEEE_F32LE, space, properties)
 
 
-def four_terabytes(file: h5py.File) -> None:
-    replace(file, "features/vector", shape=(10, 100_000_000_000), dtype="<f4", chunks=(1, 1_000_000))
-
-
-def four_terabytes_in_rows(file: h5py.File) -> None:
-    replace(file, "features/vector", shape=(10, 1 << 32), dtype="<f4", chunks=(10, 1 << 26))
-
-
-def four_terabytes_compressed(file: h5py.File) -> None:
+def a_billion_rows(file: h5py.File, **how: object) -> None:
+    """Four terabytes."""
     del file["features/map:none"]
     file.attrs["n_rows"] = 1 << 30
-    replace(file, "features/vector", shape=(1 << 30, 1024), dtype="<f4", chunks=(256, 1024), compression="gzip",
-            fletcher32=True)  # fmt: skip
-
-
-def four_terabytes_of_rows(file: h5py.File) -> None:
-    del file["features/map:none"]
-    file.attrs["n_rows"] = 1 << 30
-    replace(file, "features/vector", shape=(1 << 30, 1024), dtype="<f4", chunks=(256, 1024))
-
-
-def a_feature_for_each_day(file: h5py.File) -> None:
-    for i in range(11_000):
-        file["features"][f"x{i}"] = file["label"]
+    replace(file, "features/vector", shape=(1 << 30, 1024), dtype="<f4", chunks=(256, 1024), **how)
 
 
 HOSTILE: list[tuple[Callable[[h5py.File], object], str]] = [
     (external_link, "'vector' is a soft or external link"),
     (soft_link, "'status' is a soft or external link"),
     (group_link, "'features' is a soft or external link"),
-    (external_storage, "'label' stores its data in external files"),
+    (lambda f: replace(f, "label", shape=(10,), dtype="<i8", external=[("/etc/passwd", 0, h5py.h5f.UNLIMITED)]),
+     "'label' stores its data in external files"),
     (virtual, "'vector' is a virtual dataset"),
     (unknown_filter, "filter that layertap does not support .number 305"),
-    (four_terabytes, "'vector' has shape"),
-    (four_terabytes_in_rows, "'vector' has shape"),
-    (four_terabytes_compressed, "has 0 chunks, too few or too many for 1,073,741,824 rows"),
-    (four_terabytes_of_rows, "which are not in the file"),
-    (a_feature_for_each_day, "it has 11,002 features"),
+    (lambda f: replace(f, "features/vector", shape=(10, 10**11), dtype="<f4", chunks=(1, 10**6)), "'vector' has shape"),
+    (lambda f: replace(f, "features/vector", shape=(10, 1 << 32), dtype="<f4", chunks=(10, 1 << 26)),
+     "'vector' has shape"),
+    (lambda f: a_billion_rows(f, compression="gzip", fletcher32=True),
+     "has 0 chunks, too few or too many for 1,073,741,824 rows"),
+    (a_billion_rows, "which are not in the file"),
+    (lambda f: [f["features"].__setitem__(f"x{i}", f["label"]) for i in range(11_000)], "it has 11,002 features"),
     (lambda f: replace(f, "features/vector", data=np.zeros((10, 6)), chunks=(5, 6)), "'vector' is float64"),
     (lambda f: replace(f, "features/vector", data=np.zeros((10, 6), ">f4"), chunks=(5, 6)), "'vector' is >f4"),
     (lambda f: replace(f, "features/vector", data=np.zeros((9, 6), "f4"), chunks=(5, 6)), "'vector' has shape"),

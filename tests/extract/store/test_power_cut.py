@@ -49,15 +49,12 @@ class Disk:
         return bytes(pages)
 
 
-@pytest.mark.parametrize(
-    ("retried", "sync_s"),
-    [
-        (False, 0.0),
-        (True, 1e9),
-        pytest.param(True, 0.0, marks=pytest.mark.slow),
-        pytest.param(False, 1e9, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("retried", "sync_s"), [
+    (False, 0.0),
+    (True, 1e9),
+    pytest.param(True, 0.0, marks=pytest.mark.slow),
+    pytest.param(False, 1e9, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_no_row_that_says_it_is_done_is_wrong(
     data: DataSet, monkeypatch: pytest.MonkeyPatch, sync_s: float, retried: bool
 ) -> None:

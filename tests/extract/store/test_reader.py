@@ -240,6 +240,8 @@ READS: list[Callable[[FeatureReader], object]] = [
     lambda reader: list(reader.batches("vector", 4, shuffle="rows")),
     lambda reader: [reader.dataset("vector")[i] for i in range(23)],
     lambda reader: pickle.loads(pickle.dumps(reader))["vector"][12],
+    lambda reader: reader.to_arrow("vector"),
+    lambda reader: reader.without([PATHS[22]])["vector"][:],
 ]  # fmt: skip
 
 
@@ -618,10 +620,3 @@ def test_an_export_leaves_rows_out_and_a_wrong_table_writes_nothing(out: Path, t
 def test_a_table_of_all_rows_leaves_none(out: Path) -> None:
     with FeatureReader(out) as reader, pytest.raises(InputError, match="the table names all images; none is left"):
         reader.without(reader.paths)
-
-
-def test_it_checks_the_hashes_of_its_rows_if_the_whole_reader_does(out: Path) -> None:
-    with h5py.File(out / "shards/000000.h5", "r+") as file:
-        file["features/vector"][5, 0] += 1
-    with FeatureReader(out, check=True) as reader, pytest.raises(InputError, match=r"row 4 .* is damaged"):
-        reader.without([PATHS[0]])["vector"][:]

@@ -140,11 +140,14 @@ def test_a_server_that_trickles_is_given_up(proxy: Proxy, url: str, monkeypatch:
     assert time.monotonic() - start < 3
 
 
-def test_a_range_behind_the_end_is_an_error_at_once(proxy: Proxy, url: str) -> None:
+def test_a_range_behind_the_end_and_a_bucket_that_is_not_there_are_errors_at_once(proxy: Proxy, url: str) -> None:
     put(proxy, url, b"123")
     with pytest.raises(LayertapError, match="HTTP 416"):
         remote.read_range(url, 5, 9)
     assert len(proxy.seen) == 1
+    for call in (remote.names, lambda url: remote.put(url, b"")):
+        with pytest.raises(LayertapError, match="s3://no-such-bucket/x: the bucket does not exist"):
+            call("s3://no-such-bucket/x")
 
 
 @pytest.mark.usefixtures("new_clients")
@@ -152,12 +155,6 @@ def test_nobody_there_is_an_error(proxy: Proxy, url: str, monkeypatch: pytest.Mo
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(LayertapError, match="EndpointConnectionError.*5 times"):
         remote.names(url)
-
-
-def test_a_bucket_that_is_not_there_is_named(proxy: Proxy) -> None:
-    for call in (remote.names, lambda url: remote.put(url, b"")):
-        with pytest.raises(LayertapError, match="s3://no-such-bucket/x: the bucket does not exist"):
-            call("s3://no-such-bucket/x")
 
 
 # Credentials

@@ -50,20 +50,21 @@ def values_of(rows: np.ndarray) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
+def made(folder: Path, compress: str | None = None) -> FeatureReader:
+    provenance = {"depends_on": {"preprocessing": PREPROCESSING}}
+    how: dict[str, Any] = {"compress": compress, "failed": FAILED, "provenance": provenance}
+    return FeatureReader(filled(folder / "out", FEATURES, ROWS, values_of, 70, **how).out)
+
+
 @pytest.fixture(scope="module", params=[None, "gzip"])
 def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FeatureReader:
-    provenance = {"depends_on": {"preprocessing": PREPROCESSING}}
-    out = tmp_path_factory.mktemp("tokens") / "out"
-    data = filled(out, FEATURES, ROWS, values_of, 70, compress=request.param, failed=FAILED, provenance=provenance)
-    return FeatureReader(data.out)
+    return made(tmp_path_factory.mktemp("tokens"), request.param)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> FeatureReader:
     """Not compressed, for what does not depend on it."""
-    provenance = {"depends_on": {"preprocessing": PREPROCESSING}}
-    out = tmp_path_factory.mktemp("plain") / "out"
-    return FeatureReader(filled(out, FEATURES, ROWS, values_of, 70, failed=FAILED, provenance=provenance).out)
+    return made(tmp_path_factory.mktemp("plain"))
 
 
 def numbers(batches: Any, layer: str = "plain") -> list[int]:

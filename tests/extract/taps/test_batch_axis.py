@@ -19,7 +19,7 @@ from tests.extract.taps.batch_axes import find_batch_axis
 from tests.extract.taps.networks import Net, linear
 
 if TYPE_CHECKING:
-    from extract import Backbone
+    from extract import Backbone, FeatureReader
 
 SIZE = 32
 
@@ -152,6 +152,15 @@ def backbone_and_pictures(folder: Path, how: str, values: Sequence[int]) -> tupl
 VALUES = (200, 10, 120, 60, 180, 30, 90)
 
 
+def extracted(backbone: Backbone, pictures: Path, **options: Any) -> FeatureReader:
+    from extract import extract_features
+
+    out = pictures.parent / "out"
+    return extract_features(
+        pictures, out=out, backbone=backbone, layers=["inside"], workers=0, progress=False, **options
+    )
+
+
 @pytest.mark.parametrize("how", MIXES)
 def test_what_only_real_pictures_show_is_refused(tmp_path: Path, how: str) -> None:
     backbone, pictures = backbone_and_pictures(tmp_path, how, VALUES)
@@ -165,33 +174,23 @@ def test_what_only_real_pictures_show_is_refused(tmp_path: Path, how: str) -> No
 def test_what_only_real_pictures_show_is_refused_before_anything_is_stored(
     tmp_path: Path, how: str, dtype: Any
 ) -> None:
-    from extract import extract_features
-
     backbone, pictures = backbone_and_pictures(tmp_path, how, VALUES)
-    arguments = {"out": tmp_path / "out", "backbone": backbone, "layers": ["inside"], "workers": 0, "progress": False}
     with pytest.raises(InputError, match=r"inside .*(first batch|rows for a batch)"):
-        extract_features(pictures, dtype=dtype, **arguments)
+        extracted(backbone, pictures, dtype=dtype)
     assert not list((tmp_path / "out" / "shards").glob("*"))
 
 
 def test_the_first_batch_of_several_pictures_is_checked_where_the_first_was_of_one(tmp_path: Path) -> None:
-    from extract import extract_features
-
     backbone, pictures = backbone_and_pictures(tmp_path, "sorts", VALUES)
     for path in sorted(pictures.iterdir())[:3]:
         path.write_bytes(b"no picture")  # a batch of four has one picture
-    arguments = {"out": tmp_path / "out", "backbone": backbone, "layers": ["inside"], "workers": 0, "progress": False}
     with pytest.raises(InputError, match="inside"):
-        extract_features(pictures, batch_size=4, **arguments)
+        extracted(backbone, pictures, batch_size=4)
 
 
 def test_layers_that_treat_each_picture_by_itself_pass_in_every_order(tmp_path: Path) -> None:
-    from extract import extract_features
-
     backbone, pictures = backbone_and_pictures(tmp_path, "", [200, 10, 120, 60, 10, 10, 10])  # some hardly differ
-    with extract_features(
-        pictures, out=tmp_path / "out", backbone=backbone, layers=["inside"], workers=0, progress=False
-    ) as reader:
+    with extracted(backbone, pictures) as reader:
         stored = reader["inside"][:]
     for i, path in enumerate(sorted(pictures.iterdir())):
         alone = backbone.features([Image.open(path)], ["inside"])["inside"][0]

@@ -55,15 +55,12 @@ COMPILED: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("what", "backend", "called"),
-    [
-        *((what, "eager", True) for what in COMPILED),
-        ("a wrapper that taps are given", "eager", False),
-        ("its own forward", "eager", False),
-        *(pytest.param(what, "inductor", True, marks=pytest.mark.slow) for what in COMPILED),
-    ],
-)
+@pytest.mark.parametrize(("what", "backend", "called"), [
+    *((what, "eager", True) for what in COMPILED),
+    ("a wrapper that taps are given", "eager", False),
+    ("its own forward", "eager", False),
+    *(pytest.param(what, "inductor", True, marks=pytest.mark.slow) for what in ("its own forward", "a layer")),
+])  # fmt: skip
 def test_compiled_code_that_calls_the_model_is_seen_through(what: str, backend: str, called: bool) -> None:
     expected, plain = net()[0](X), net()(X)
     torch.compiler.reset()
@@ -194,15 +191,12 @@ class Traced(nn.Module):
         return flex_attention(heads, heads, heads, score_mod=lambda score, b, head, i, j: score + i - j)
 
 
-@pytest.mark.parametrize(
-    ("how", "grad"),
-    [
-        ("cond", True),
-        ("compile", True),
-        ("flex_attention", False),
-        pytest.param("while_loop", False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("how", "grad"), [
+    ("cond", True),
+    ("compile", True),
+    ("flex_attention", False),
+    pytest.param("while_loop", False, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_code_that_the_compiler_traces_computes_the_same_inside_the_block(how: str, grad: bool) -> None:
     torch.compiler.reset()
     model = Traced(how)

@@ -134,20 +134,17 @@ def test_larger_depths_neither_count_nor_are_predicted(samples: Any) -> None:
     assert again.metrics["rmse"] == result.metrics["rmse"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"iterations": 5}, "no protocol is trained in iterations"),
-        ({"max_depth": 0.0}, "max_depth=0.0; expected a positive number"),
-        ({"depths": {}}, "no depth map of image 0"),
-        ({"depths": [np.zeros((4, 4, 3))] * IMAGES}, r"shape \(4, 4, 3\); expected numbers"),
-        ({"depths": [np.zeros(CROP)] * IMAGES}, "no pixel of the training images has a known depth"),
-        ({"train": [0]}, "a single training image"),
-        ({"test": [0]}, "in both train and test"),
-        ({"protocol": "depth-dinov2"}, "protocol 'depth-dinov2' not found"),
-        ({"depths": UNKNOWN_IN_TEST}, "test images have no known depth inside the crop"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"iterations": 5}, "no protocol is trained in iterations"),
+    ({"max_depth": 0.0}, "max_depth=0.0; expected a positive number"),
+    ({"depths": {}}, "no depth map of image 0"),
+    ({"depths": [np.zeros((4, 4, 3))] * IMAGES}, r"shape \(4, 4, 3\); expected numbers"),
+    ({"depths": [np.zeros(CROP)] * IMAGES}, "no pixel of the training images has a known depth"),
+    ({"train": [0]}, "a single training image"),
+    ({"test": [0]}, "in both train and test"),
+    ({"protocol": "depth-dinov2"}, "protocol 'depth-dinov2' not found"),
+    ({"depths": UNKNOWN_IN_TEST}, "test images have no known depth inside the crop"),
+])  # fmt: skip
 @pytest.mark.usefixtures("few_strengths")
 def test_wrong_arguments_are_refused(samples: Any, arguments: dict[str, Any], message: str) -> None:
     how: dict[str, Any] = {"depths": samples[1], "train": TRAIN, "test": TEST} | arguments

@@ -10,7 +10,9 @@ import torch
 from torch.nn.functional import interpolate
 
 from extract.analysis import dense
+from extract.analysis import nearest_patches as module
 from extract.analysis.dense import SEGMENTATION, predicted_mask, segmentation_probe, upsampled
+from extract.analysis.nearest_patches import nearest_patches, patch_similarity
 from extract.errors import InputError, LayertapError
 from extract.store.tokens.token_array import TokenArray
 from extract.store.tokens.token_layout import TokenLayout
@@ -172,26 +174,23 @@ def test_tokens_with_nan_are_refused(samples: Any, protocol: str, memory_bytes: 
         segmentation_probe(token_array(values), samples[1], TRAIN, TEST, protocol=protocol, memory_bytes=memory_bytes)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"test": [3]}, "image 3 is in both train and test"),
-        ({"test": [30]}, "test has the image 30; expected 0 to 29"),
-        ({"test": []}, "24 training images and 0 test images"),
-        ({"train": [0]}, "a single training image"),
-        ({"classes": ["a", "b"]}, "has the label 2; expected labels below 2"),
-        ({"masks": [np.zeros((32, 48, 3), np.uint8)] * 30}, r"\(32, 48, 3\); expected integers \(H, W\)"),
-        ({"masks": [np.zeros((32, 48), np.uint8)] * 30}, "classes among the tokens of 22 training images: 1;"),
-        (
-            {"masks": [np.full((32, 48), -1)] * 30, "classes": "ab"},
-            "classes among the tokens of 22 training images: 0;",
-        ),
-        ({"masks": [np.zeros((32, 48), np.uint8)] * 7}, "no mask of image 7"),
-        ({"masks": [np.full((32, 48), 26_001, np.uint16)] * 30}, "the label 26,001; expected classes from 0 to 999"),
-        ({"iterations": 5}, "no protocol is trained in iterations"),
-        ({"protocol": "segmentation-kn"}, "segmentation-knn"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"test": [3]}, "image 3 is in both train and test"),
+    ({"test": [30]}, "test has the image 30; expected 0 to 29"),
+    ({"test": []}, "24 training images and 0 test images"),
+    ({"train": [0]}, "a single training image"),
+    ({"classes": ["a", "b"]}, "has the label 2; expected labels below 2"),
+    ({"masks": [np.zeros((32, 48, 3), np.uint8)] * 30}, r"\(32, 48, 3\); expected integers \(H, W\)"),
+    ({"masks": [np.zeros((32, 48), np.uint8)] * 30}, "classes among the tokens of 22 training images: 1;"),
+    (
+        {"masks": [np.full((32, 48), -1)] * 30, "classes": "ab"},
+        "classes among the tokens of 22 training images: 0;",
+    ),
+    ({"masks": [np.zeros((32, 48), np.uint8)] * 7}, "no mask of image 7"),
+    ({"masks": [np.full((32, 48), 26_001, np.uint16)] * 30}, "the label 26,001; expected classes from 0 to 999"),
+    ({"iterations": 5}, "no protocol is trained in iterations"),
+    ({"protocol": "segmentation-kn"}, "segmentation-knn"),
+])  # fmt: skip
 def test_wrong_arguments_are_refused(samples: Any, arguments: dict[str, Any], message: str) -> None:
     how: dict[str, Any] = {"masks": samples[1], "train": TRAIN, "test": TEST} | arguments
     with pytest.raises(LayertapError, match=message):
@@ -211,3 +210,56 @@ def test_features_of_other_grids_are_refused(samples: Any) -> None:
     other = token_array(np.zeros((IMAGES, 6, 2), np.float32), (2, 3))
     with pytest.raises(InputError, match="4 x 6 tokens and 2 x 3 tokens"):
         segmentation_probe([samples[0], other], samples[1], TRAIN, TEST)
+
+
+# The images with the token nearest to a query, against cosines of all tokens
+
+
+PER_IMAGE = GRID[0] * GRID[1]
+
+
+@pytest.fixture
+def values() -> np.ndarray:
+    values = np.random.default_rng(0).normal(size=(IMAGES, PER_IMAGE, CHANNELS)).astype(np.float32)
+    values[7, 3] = values[2, 5] * 4  # the same direction
+    values[4] = np.nan
+    values[5, 0] = np.inf
+    values[6, 1] = 0
+    return values
+
+
+@pytest.mark.parametrize("block_bytes", [1, 8 * PER_IMAGE * CHANNELS * 4, 1 << 30])
+def test_images_come_in_the_order_of_their_best_cosine(
+    values: np.ndarray, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BLOCK_BYTES", block_bytes)
+    query = values[2, 5]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        wide = values.astype(np.float64)
+        cosines = wide @ query.astype(np.float64) / np.linalg.norm(wide, axis=2) / np.linalg.norm(query.astype(float))
+    cosines[6, 1] = 0
+    cosines[~np.isfinite(values).all(2)] = -2
+    best = np.round(cosines.max(1), 12)
+    expected = [image for image in np.lexsort((np.arange(IMAGES), -best)) if best[image] > -2]
+    found = nearest_patches(token_array(values), query, IMAGES + 5)
+    assert found.images.tolist() == expected
+    assert expected[:2] == [2, 7]
+    assert found.cosines == pytest.approx(best[expected], abs=1e-11)
+    assert found.cells.tolist() == cosines.argmax(1)[expected].tolist()
+    assert nearest_patches(token_array(values), query, 3).images.tolist() == expected[:3]
+    others = nearest_patches(token_array(values), query, 3, without=2)
+    assert others.images.tolist() == [image for image in expected if image != 2][:3]
+
+
+def test_a_zero_query_is_equally_near_to_all() -> None:
+    values = np.ones((3, PER_IMAGE, CHANNELS), np.float32)
+    assert patch_similarity(values[0], np.zeros(CHANNELS)).tolist() == [0] * PER_IMAGE
+
+
+@pytest.mark.parametrize(
+    ("query", "k", "why"),
+    [(np.zeros(CHANNELS), 0, "k is 0"), (np.zeros(3), 1, "expected"), (np.full(CHANNELS, np.nan), 1, "NaN")],
+)
+def test_bad_queries_are_refused(values: np.ndarray, query: np.ndarray, k: int, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        nearest_patches(token_array(values), query, k)

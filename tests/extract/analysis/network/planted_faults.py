@@ -390,21 +390,16 @@ def with_broken_image(image: int) -> Names:
     return names_of(chain(), batches_of(images, torch.arange(IMAGES) % CLASSES))
 
 
-def default_relus() -> nn.Module:
-    """31 ReLUs with PyTorch's default initialisation, in which the signal shrinks from layer to layer."""
+def deep(function: type[nn.Module], depth: int) -> nn.Module:
+    """Fully connected, with PyTorch's default initialisation, in which the signal shrinks from layer to layer."""
     torch.manual_seed(0)
     layers: list[tuple[str, nn.Module]] = []
-    for i in range(31):
-        layers += [(f"linear{i}", nn.Linear(64, 64)), (f"relu{i}", nn.ReLU())]
+    for i in range(depth):
+        layers += [(f"linear{i}", nn.Linear(64, 64)), (f"{function.__name__.lower()}{i}", function())]
     return nn.Sequential(OrderedDict([*layers, ("fc", nn.Linear(64, CLASSES))]))
 
 
-def default_sigmoids() -> nn.Module:
-    torch.manual_seed(0)
-    layers: list[tuple[str, nn.Module]] = []
-    for i in range(21):
-        layers += [(f"linear{i}", nn.Linear(64, 64)), (f"sigmoid{i}", nn.Sigmoid())]
-    return nn.Sequential(OrderedDict([*layers, ("fc", nn.Linear(64, CLASSES))]))
+default_relus, default_sigmoids = functools.partial(deep, nn.ReLU, 31), functools.partial(deep, nn.Sigmoid, 21)
 
 
 def vectors() -> Batches:

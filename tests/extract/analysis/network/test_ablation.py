@@ -58,14 +58,11 @@ def cosine(value: Tensor, other: Tensor) -> float:
     return float(F.cosine_similarity(value.flatten(1).double(), other.flatten(1).double()).mean())
 
 
-@pytest.mark.parametrize(
-    ("edit", "change"),
-    [
-        (edits.ablate(), torch.zeros_like),
-        (edits.scale(1.3), lambda h: 1.3 * h),
-        (edits.prune(0.5), edits.prune(0.5)),
-    ],
-)
+@pytest.mark.parametrize(("edit", "change"), [
+    (edits.ablate(), torch.zeros_like),
+    (edits.scale(1.3), lambda h: 1.3 * h),
+    (edits.prune(0.5), edits.prune(0.5)),
+])  # fmt: skip
 def test_effects_are_those_of_a_model_changed_by_hand(
     small: Backbone, inputs: Tensor, edit: edits.Edit, change: object
 ) -> None:

@@ -238,15 +238,12 @@ def test_several_layers_give_a_map_each_from_one_forward() -> None:
     assert list(grad_cam(model, inputs, ["body.4"])[0]) == ["body.4"]
 
 
-@pytest.mark.parametrize(
-    ("inputs", "says"),
-    [
-        (torch.rand(1, 28, 28), r"of shape \(1, 28, 28\); expected a tensor \(B, C, H, W\)"),
-        (np.zeros((1, 1, 28, 28)), "are ndarray; expected a tensor"),
-        (torch.rand(0, 1, 28, 28), r"of shape \(0, 1, 28, 28\)"),
-        (torch.zeros(1, 1, 28, 28, dtype=torch.uint8), r"has no gradients; give inputs\.float\(\)"),
-    ],
-)
+@pytest.mark.parametrize(("inputs", "says"), [
+    (torch.rand(1, 28, 28), r"of shape \(1, 28, 28\); expected a tensor \(B, C, H, W\)"),
+    (np.zeros((1, 1, 28, 28)), "are ndarray; expected a tensor"),
+    (torch.rand(0, 1, 28, 28), r"of shape \(0, 1, 28, 28\)"),
+    (torch.zeros(1, 1, 28, 28, dtype=torch.uint8), r"has no gradients; give inputs\.float\(\)"),
+])  # fmt: skip
 def test_inputs_that_do_not_fit_an_own_module_are_refused(inputs: Any, says: str) -> None:
     with pytest.raises(InputError, match=says):
         grad_cam(Own(), inputs, "body.4")
@@ -273,13 +270,10 @@ def timm_vit() -> nn.Module:
     return timm.create_model("test_vit", img_size=64, num_classes=7)
 
 
-@pytest.mark.parametrize(
-    ("build", "block", "usual"),
-    [
-        (torchvision_vit, "encoder.layers.encoder_layer_2", "encoder.layers.encoder_layer_2.ln_1"),
-        (timm_vit, "blocks.5", "blocks.5.norm1"),
-    ],
-)
+@pytest.mark.parametrize(("build", "block", "usual"), [
+    (torchvision_vit, "encoder.layers.encoder_layer_2", "encoder.layers.encoder_layer_2.ln_1"),
+    (timm_vit, "blocks.5", "blocks.5.norm1"),
+])  # fmt: skip
 def test_a_block_whose_patches_nobody_reads_names_the_usual_layer(
     build: Callable[[], Any], block: str, usual: str
 ) -> None:

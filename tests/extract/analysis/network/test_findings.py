@@ -1,4 +1,4 @@
-"""What findings say, and the numbers that they rest on, against NumPy and PyTorch; `planted_faults` has the causes."""
+"""What findings say, and the numbers that they rest on, against NumPy and PyTorch; the table of `planted_faults`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from extract.analysis.network.inspection import inspect_model
 from extract.analysis.network.reports import AttentionReport, InputReport
-from tests.extract.analysis.network.planted_faults import chain, noise
+from tests.extract.analysis.network.planted_faults import CIFAR, FAULTS, HEALTHY, PHOTOS, chain, noise, score
 
 
 @pytest.mark.parametrize("depth", [0, 9])
@@ -147,3 +147,35 @@ def test_a_weight_that_is_not_finite_is_one_finding(depth: int, value: float) ->
     [finding] = inspect_model(model, noise()).findings
     assert (finding.kind, finding.layer) == ("not finite", f"conv{depth}")
     assert "fc" in finding.layers
+
+
+# The table: each fault is named first, at its layer; healthy networks have no finding
+
+
+QUICK = {"31 default ReLUs", "21 default sigmoids", "zero weights in conv5"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAULTS]
+)
+def test_a_planted_fault_is_named_first_at_its_layer(name: str) -> None:
+    fault = FAULTS[name]
+    if fault.needs_cifar and not CIFAR.is_dir():
+        pytest.skip(f"no pictures in {CIFAR}")
+    found = fault.look()
+    assert score(fault, found) == "exact", f"expected {fault.expected}, found {found}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_network_has_no_finding(name: str) -> None:
+    folder = PHOTOS if name.startswith("bundled") else CIFAR
+    if not folder.is_dir():
+        pytest.skip(f"no pictures in {folder}")
+    assert HEALTHY[name]() == []
+
+
+def test_the_quick_faults_are_in_the_table() -> None:
+    assert set(FAULTS) >= QUICK
+    assert len(FAULTS) >= 40
+    assert len(HEALTHY) >= 12

@@ -183,21 +183,18 @@ def zero_at_the_end() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("build", "loss", "expected"),
-    [
-        (
-            lambda: nn.Sequential(nn.Linear(6, 8), Steep(), nn.Linear(8, 3)),
-            F.cross_entropy,
-            [("exploding gradients", "1")],
-        ),
-        (zero_at_the_end, F.cross_entropy, [("zero weight", "2")]),  # and not what follows from it
-        (DeadTwice, None, [("dead", "first"), ("dead", "second")]),
-        # Gates and sure answers are no faults.
-        (lambda: scaled(1e3, nn.Linear(6, 8), nn.Sigmoid()), None, []),
-        (lambda: scaled(1e-4, nn.Linear(6, 8), nn.Sigmoid(), nn.Linear(8, 2)), None, []),
-    ],
-)
+@pytest.mark.parametrize(("build", "loss", "expected"), [
+    (
+        lambda: nn.Sequential(nn.Linear(6, 8), Steep(), nn.Linear(8, 3)),
+        F.cross_entropy,
+        [("exploding gradients", "1")],
+    ),
+    (zero_at_the_end, F.cross_entropy, [("zero weight", "2")]),  # and not what follows from it
+    (DeadTwice, None, [("dead", "first"), ("dead", "second")]),
+    # Gates and sure answers are no faults.
+    (lambda: scaled(1e3, nn.Linear(6, 8), nn.Sigmoid()), None, []),
+    (lambda: scaled(1e-4, nn.Linear(6, 8), nn.Sigmoid(), nn.Linear(8, 2)), None, []),
+])  # fmt: skip
 def test_small_networks_have_the_findings_that_they_should(
     build: Callable[[], nn.Module], loss: Any, expected: list[tuple[str, Any]]
 ) -> None:
@@ -299,21 +296,16 @@ def test_layers_in_training_mode_are_named_and_do_not_change() -> None:
         nn.Conv2d(3, 4, 3), AlwaysTraining(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
     ).eval()
     before = copy.deepcopy(model.state_dict())
-    found = inspect_model(model, [torch.randn(32, 3, 8, 8)]).findings
-    assert [(finding.kind, finding.layer) for finding in found] == [("training mode", "1")]
+    assert kinds_and_layers(inspect_model(model, [torch.randn(32, 3, 8, 8)])) == [("training mode", "1")]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     shifted = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
     shifted[1].running_mean += 30  # is found although the layer is left in training mode
     shifted[1].train()
-    found = inspect_model(shifted, [torch.randn(32, 3, 8, 8)]).findings
-    assert [(finding.kind, finding.layer) for finding in found][:2] == [
-        ("running statistics", "1"),
-        ("training mode", "1"),
-    ]
+    found = kinds_and_layers(inspect_model(shifted, [torch.randn(32, 3, 8, 8)]))
+    assert found[:2] == [("running statistics", "1"), ("training mode", "1")]
     attention = Attention().eval()
     attention.attention.train()
-    found = inspect_model(attention, [torch.randn(32, 5, 8)]).findings
-    assert [(finding.kind, finding.layer) for finding in found] == [("training mode", "attention")]
+    assert kinds_and_layers(inspect_model(attention, [torch.randn(32, 5, 8)])) == [("training mode", "attention")]
 
 
 def test_rows_that_are_not_images_count_by_batch() -> None:
