@@ -155,10 +155,8 @@ VALUES = (200, 10, 120, 60, 180, 30, 90)
 def extracted(backbone: Backbone, pictures: Path, **options: Any) -> FeatureReader:
     from extract import extract_features
 
-    out = pictures.parent / "out"
-    return extract_features(
-        pictures, out=out, backbone=backbone, layers=["inside"], workers=0, progress=False, **options
-    )
+    how: dict[str, Any] = {"layers": ["inside"], "workers": 0, "progress": False, **options}
+    return extract_features(pictures, out=pictures.parent / "out", backbone=backbone, **how)
 
 
 @pytest.mark.parametrize("how", MIXES)
