@@ -65,6 +65,9 @@ def test_a_listing_whose_second_page_fails_is_retried_whole(
     proxy.rule = rule
     assert remote.names(f"{url}/shards") == {f"{number:06d}.json": number for number in range(11)}
     assert seen == {False: 3, True: 3}
+    put(proxy, f"{url}/shards/new", b"")  # a listing is never stale
+    put(proxy, f"{url}/shards-of-another/x", b"")
+    assert len(remote.names(f"{url}/shards")) == 12
 
 
 def test_a_request_is_retried_for_a_minute_with_growing_pauses(

@@ -254,6 +254,16 @@ def test_layers_are_found_on_inputs_without_contrast(value: float) -> None:
     assert activations_of(Own(), torch.full((1, 1, 28, 28), value), "body.0")["body.0"].shape == (1, 6, 24, 24)
 
 
+def cam_of_patches(model: nn.Module, layer: str, inputs: Tensor, classes: list[int], grid: tuple[int, int]) -> Tensor:
+    """The map of a layer of tokens behind one class token."""
+    kept: list[Tensor] = []
+    model.get_submodule(layer).register_forward_hook(lambda m, a, out: kept.append(out))
+    scores = model.eval()(inputs)
+    (gradient,) = torch.autograd.grad(scores[range(len(classes)), classes].sum(), kept[0])
+    weights = gradient[:, 1:].mean(1, keepdim=True)
+    return (kept[0] * weights).sum(-1)[:, 1:].relu().reshape(-1, *grid).detach()
+
+
 def torchvision_vit() -> nn.Module:
     from torchvision.models import VisionTransformer
 
@@ -281,13 +291,8 @@ def test_a_block_whose_patches_nobody_reads_names_the_usual_layer(
     with pytest.raises(InputError, match=f"name the usual layer of such a network, '{usual}'"):
         grad_cam(model, inputs, block)
     cam, classes = grad_cam(model, inputs, usual)
-    kept: list[Tensor] = []
-    layer = model.get_submodule(usual)
-    layer.register_forward_hook(lambda m, a, out: kept.append(out))
-    scores = model.eval()(inputs)
-    (gradient,) = torch.autograd.grad(scores.gather(1, torch.tensor(classes)[:, None]).sum(), kept[0])
-    expected = (kept[0] * gradient[:, 1:].mean(1, keepdim=True)).sum(-1)[:, 1:].relu().reshape(2, 4, 4)
-    np.testing.assert_allclose(cam, expected.detach(), atol=1e-5 * float(expected.detach().max()))
+    expected = cam_of_patches(model, usual, inputs, classes.tolist(), (4, 4))
+    np.testing.assert_allclose(cam, expected, atol=1e-5 * float(expected.max()))
 
 
 class OwnTransformer(nn.Module):
@@ -310,12 +315,6 @@ class OwnTransformer(nn.Module):
 def test_an_own_transformer_states_the_tokens_before_its_patches() -> None:
     model, inputs = OwnTransformer(1), torch.rand(2, 1, 28, 14)
     cam, _ = grad_cam(model, inputs, "block", [1, 2])
-    kept: list[Tensor] = []
-    model.block.register_forward_hook(lambda m, a, out: kept.append(out))
-    score = model.eval()(inputs)[[0, 1], [1, 2]].sum()
-    (gradient,) = torch.autograd.grad(score, kept[0])
-    weights = gradient[:, 1:].mean(1)
-    expected = torch.einsum("btc,bc->bt", kept[0][:, 1:], weights).relu().reshape(2, 4, 2).detach()
-    np.testing.assert_allclose(cam, expected, atol=1e-6)
+    np.testing.assert_allclose(cam, cam_of_patches(model, "block", inputs, [1, 2], (4, 2)), atol=1e-6)
     with pytest.raises(InputError, match=r"layer 'block': it has no positions .*; .* as model\.num_prefix_tokens"):
         grad_cam(OwnTransformer(None), inputs, "block")

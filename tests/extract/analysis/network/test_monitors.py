@@ -146,27 +146,23 @@ def test_activations_are_those_of_a_copying_hook() -> None:
             assert row[key] == pytest.approx(expected, rel=1e-4, abs=1e-6), (row["layer"], key)
 
 
-def test_nan_raises_one_alarm_that_names_the_first_layer() -> None:
+@pytest.mark.parametrize(("every", "at", "change", "expected"), [
+    # By step 6, NaN gradients have reached all weights.
+    (2, 4, lambda conv: conv.weight[0].fill_(torch.nan), [(4, "not finite", "4"), (6, "not finite", "0")]),
+    (1, 0, lambda conv: conv.bias.fill_(-1e3), [(2, "dead", "5")]),  # after three looks
+])  # fmt: skip
+def test_nan_raises_one_alarm_that_names_the_first_layer_and_dead_channels_one(
+    every: int, at: int, change: Callable[[Any], object], expected: list[tuple[int, str, str]]
+) -> None:
     model, alarms = net(), []
 
     def spoil(step: int) -> None:
-        if step == 4:
+        if step == at:
             with torch.no_grad():
-                model[4].weight[0, 0, 0, 0] = torch.nan
+                change(model[4])
 
-    train(model, 8, ActivationMonitor(model, every=2, on_alarm=alarms.append), spoil)
-    assert [(alarm.step, alarm.kind, alarm.layer) for alarm in alarms] == [
-        (4, "not finite", "4"),
-        (6, "not finite", "0"),  # by then NaN gradients have reached all weights
-    ]
-
-
-def test_dead_channels_raise_an_alarm_after_three_looks() -> None:
-    model, alarms = net(), []
-    with torch.no_grad():
-        model[4].bias.fill_(-1e3)
-    train(model, 6, ActivationMonitor(model, every=1, on_alarm=alarms.append))
-    assert [(alarm.step, alarm.kind, alarm.layer) for alarm in alarms] == [(2, "dead", "5")]
+    train(model, 8, ActivationMonitor(model, every=every, on_alarm=alarms.append), spoil)
+    assert [(alarm.step, alarm.kind, alarm.layer) for alarm in alarms] == expected
 
 
 @pytest.mark.parametrize("kind", [ActivationMonitor, GradientMonitor])
