@@ -4,7 +4,6 @@ import os
 import shutil
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 
@@ -14,7 +13,7 @@ from extract.store.format.dataset import DataSet
 from extract.store.merge import merge
 from extract.store.verify import repair, verify
 from tests.extract.store.processes import kill_itself, killed
-from tests.extract.store.rows import PATHS, ROWS, VALUES, change, complete_data_set
+from tests.extract.store.rows import PATHS, ROWS, VALUES, change, change_a_value, complete_data_set
 
 
 def made(out: Path, root: str, failed: tuple[int, ...] = ()) -> Path:
@@ -110,8 +109,7 @@ def test_classes_are_united(sources: list[Path], tmp_path: Path) -> None:
 
 
 def test_damage_of_a_source_is_not_laundered(sources: list[Path], tmp_path: Path) -> None:
-    with h5py.File(sources[0] / "shards" / "000001.h5", "r+") as file:
-        file["features/vector"][3, 0] += 1
+    change_a_value(sources[0], 1, "vector", 3)
     with pytest.raises(InputError, match=r"row 13 \(class 1/ü13.jpg\) of .* is damaged: it does not match"):
         merge(sources, tmp_path / "all")
     with FeatureReader(sources[0]) as reader:
@@ -124,8 +122,7 @@ def test_damage_of_a_source_is_not_laundered(sources: list[Path], tmp_path: Path
 def test_a_merged_data_set_is_repaired_by_merging_again(sources: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "all"
     merge(sources, out, shard_rows=17)
-    with h5py.File(out / "shards" / "000001.h5", "r+") as file:
-        file["features/vector"][3, 0] += 1
+    change_a_value(out, 1, "vector", 3)
     assert repair(verify(out)) == 1
     merge(sources, out)
     assert verify(out).faults == []

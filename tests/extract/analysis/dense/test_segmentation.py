@@ -157,12 +157,16 @@ def test_many_tokens_are_sampled(samples: Any, monkeypatch: pytest.MonkeyPatch) 
     assert result.metrics["pixel_accuracy"].value > 0.6
 
 
-def test_many_classes_have_no_table_of_confusion(samples: Any) -> None:
+def test_many_classes_have_no_table_of_confusion_and_predicted_masks_are_passed_on(samples: Any) -> None:
     tokens, masks = samples
+    predicted: dict[int, np.ndarray] = {}
     result = segmentation_probe(tokens, masks, TRAIN, TEST, classes=[str(i) for i in range(1001)])
-    few = segmentation_probe(tokens, masks, TRAIN, TEST)
+    few = segmentation_probe(tokens, masks, TRAIN, TEST, on_prediction=predicted.__setitem__)
     assert result.confusion is None
     assert result.metrics == few.metrics
+    assert list(predicted) == list(TEST)  # masks are passed on in the order of the images
+    right = [(predicted[i] == masks[i])[masks[i] >= 0].mean() for i in TEST]
+    np.testing.assert_allclose(right, few.per_image["pixel_accuracy"])
 
 
 @pytest.mark.parametrize("protocol", SEGMENTATION)
@@ -195,15 +199,6 @@ def test_wrong_arguments_are_refused(samples: Any, arguments: dict[str, Any], me
     how: dict[str, Any] = {"masks": samples[1], "train": TRAIN, "test": TEST} | arguments
     with pytest.raises(LayertapError, match=message):
         segmentation_probe(samples[0], **how)
-
-
-def test_predicted_masks_are_passed_on_in_the_order_of_the_images(samples: Any) -> None:
-    tokens, masks = samples
-    predicted: dict[int, np.ndarray] = {}
-    result = segmentation_probe(tokens, masks, TRAIN, TEST, on_prediction=predicted.__setitem__)
-    assert list(predicted) == list(TEST)
-    right = [(predicted[i] == masks[i])[masks[i] >= 0].mean() for i in TEST]
-    np.testing.assert_allclose(right, result.per_image["pixel_accuracy"])
 
 
 def test_features_of_other_grids_are_refused(samples: Any) -> None:
