@@ -26,15 +26,11 @@ from tests.extract.store.rows import (
 )
 
 
-def test_a_data_set_is_the_same_when_read_back(tmp_path: Path) -> None:
+def test_a_data_set_is_the_same_when_read_back_and_gives_way_to_another_while_it_has_no_rows(tmp_path: Path) -> None:
     data = data_set(tmp_path / "out")
     assert data.open_or_create() is None
     assert DataSet.open(data.out) == data
     assert data.open_or_create() == data
-
-
-def test_a_data_set_without_rows_gives_way_to_another(tmp_path: Path) -> None:
-    data_set(tmp_path / "out").open_or_create()
     other = data_set(tmp_path / "out", depends_on={"weights": "v"})
     assert other.open_or_create() is None
     assert DataSet.open(tmp_path / "out") == other

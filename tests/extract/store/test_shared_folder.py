@@ -184,24 +184,17 @@ def test_a_link_whose_answer_was_lost_and_that_was_sent_again_has_won(
     assert (folder.out / "shards" / "000000.json").exists()
 
 
-def test_a_file_system_without_hard_links_is_refused(
+def test_without_hard_links_or_space_the_shard_stays_where_it_was(
     folder: SharedFolder, built: DataSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
-    monkeypatch.setattr(os, "link", failing(errno.EPERM))
-    with pytest.raises(LayertapError, match="has no hard links"):
+    with monkeypatch.context() as patch, pytest.raises(LayertapError, match="has no hard links"):
+        patch.setattr(os, "link", failing(errno.EPERM))
         folder.publish(built.path(0), receipt_of(built, 0))
-
-
-def test_a_full_disk_leaves_the_shard_where_it_was(
-    folder: SharedFolder, built: DataSet, monkeypatch: pytest.MonkeyPatch
-) -> None:
     copied(folder.out, monkeypatch)
-
-    with monkeypatch.context() as patch:
+    full = pytest.raises(LayertapError, match=r"No space left on device; the shard is safe in .*000000\.h5")
+    with monkeypatch.context() as patch, full:
         patch.setattr(shared_folder.os, "fsync", failing(errno.ENOSPC))
-        with pytest.raises(LayertapError, match=r"No space left on device; the shard is safe in .*000000\.h5"):
-            folder.publish(built.path(0), receipt_of(built, 0))
+        folder.publish(built.path(0), receipt_of(built, 0))
     assert list((folder.out / "shards").iterdir()) == []
     assert folder.publish(built.path(0), receipt_of(built, 0))
 

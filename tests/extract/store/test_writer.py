@@ -148,13 +148,6 @@ def test_wrong_features_are_refused(data: DataSet, features: dict[str, np.ndarra
         assert not writer.status.any()
 
 
-def test_a_full_disk_is_told_before_anything_is_written(data: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
-    with pytest.raises(LayertapError, match="No space left on device"):
-        create(data, 0)
-    assert list((data.out / "shards").iterdir()) == []
-
-
 @pytest.mark.parametrize("sync_s", [0, 1e9])
 def test_batches_are_forced_to_the_disk_as_often_as_asked(
     data: DataSet, sync_s: float, monkeypatch: pytest.MonkeyPatch
@@ -241,7 +234,13 @@ def test_a_compressed_copy_that_is_not_the_same_is_not_published(
     assert [path.name for path in (data.out / "shards").iterdir()] == ["000000.h5.part"]
 
 
-def test_no_space_for_a_compressed_copy_leaves_the_rows(data: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space_for_a_shard_or_its_compressed_copy_is_told_before_anything_is_written(
+    data: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(LayertapError, match="No space left on device"):
+        patch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
+        create(data, 0)
+    assert list((data.out / "shards").iterdir()) == []
     with new_shard(data) as writer:
         write(writer, list(range(10)))
         monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))

@@ -64,9 +64,13 @@ def test_gradients_of_functions() -> None:
     assert torch.allclose(taps.record["/sub@grad"], expected)
 
 
-def test_inputs_of_functions_are_refused() -> None:
+def test_inputs_of_functions_are_refused_and_a_layer_without_attention_says_so() -> None:
     with pytest.raises(InputError, match="only outputs and gradients of a function without a module are available"):
         Taps(Functions()).keep("/relu", "input")
+    with Taps(nn.Sequential(nn.Linear(2, 2))).keep("0", "attention") as taps:
+        taps(torch.ones(1, 2))
+        with pytest.raises(UnknownNameError, match="computed no attention that layertap recognises"):
+            taps.record["0@attention"]
 
 
 def test_our_own_work_is_not_seen_as_the_models() -> None:
@@ -176,14 +180,6 @@ def test_attention_under_autocast_is_computed_in_float32_and_masked_queries_look
     assert weights.dtype == torch.float32
     assert (weights[:, :, [0, 1, 3]] - expected[:, :, [0, 1, 3]]).abs().max() < 1e-5
     assert not weights[:, :, 2].any()
-
-
-def test_a_layer_without_attention_says_so() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    with Taps(model).keep("0", "attention") as taps:
-        taps(torch.ones(1, 2))
-        with pytest.raises(UnknownNameError, match="computed no attention that layertap recognises"):
-            taps.record["0@attention"]
 
 
 def perceptual_feature(layer: Net, x: Tensor) -> Any:

@@ -104,7 +104,7 @@ def test_a_layer_that_did_not_run_raises_and_does_not_answer_with_old_values() -
 
 
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
-def test_only_own_hooks_are_removed(error: type[BaseException] | None) -> None:
+def test_only_own_hooks_are_removed(error: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = InPlace().eval()
     seen: list[int] = []
     model.relu.register_forward_hook(lambda *_: seen.append(1))
@@ -116,14 +116,10 @@ def test_only_own_hooks_are_removed(error: type[BaseException] | None) -> None:
     assert hooks_in(model) == 1
     model(images())
     assert seen == [1, 1]
-
-
-def test_registering_that_fails_half_way_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = InPlace()
-    monkeypatch.setattr(model.relu, "register_forward_hook", lambda *a, **k: 1 / 0)
-    with pytest.raises(ZeroDivisionError), Taps(model, ["conv", "norm", "relu"]):
+    monkeypatch.setattr(model.second, "register_forward_hook", lambda *a, **k: 1 / 0)  # it fails half-way
+    with pytest.raises(ZeroDivisionError), Taps(model, ["conv", "norm", "second"]):
         pass
-    assert hooks_in(model) == 0
+    assert hooks_in(model) == 1
 
 
 def test_the_model_comes_out_as_it_went_in() -> None:
