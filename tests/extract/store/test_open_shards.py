@@ -120,8 +120,9 @@ def test_a_closed_reader_says_so(
     monkeypatch.setattr(row_selection, "OPENED_AT_ONCE", at_once)
     with FeatureReader(complete_data_set(tmp_path / "out", compress).out) as reader:
         reader["vector"][0]
-    for use in (lambda: reader["vector"][0], lambda: reader["vector"][22], lambda: reader["vector"][:],
-                lambda: reader.status, lambda: reader.paths[-1], lambda: reader.provenance):  # fmt: skip
+    for use in (lambda: reader["vector"][0], lambda: reader["vector"][22], lambda: reader["vector"][[1, 2]],
+                lambda: reader["vector"][:], lambda: reader.status,
+                lambda: reader.paths[-1], lambda: reader.provenance):  # fmt: skip
         with pytest.raises(LayertapError, match="is closed"):
             use()
     with pytest.raises(LayertapError, match=r"copy what is needed later, such as reader.paths\[:\]"):
