@@ -16,7 +16,7 @@ import errno
 import io
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,17 +66,12 @@ def hdf5_in_memory(path: Path, **options: Any) -> Iterator[h5py.File]:
         # The default driver resolves symbolic links, and /dev/fd/N is a link to a file without a name.
         with h5py.File(f"/dev/fd/{memory.fileno()}", "w", driver="stdio", **options) as file:
             yield file
-        raw = _CheckedFile(path, os.O_CREAT | os.O_EXCL)
-        try:
+        with path.open("xb") as raw:
             raw.truncate(os.fstat(memory.fileno()).st_size)
             for start, stop in written_ranges(memory.fileno()):
                 raw.seek(start)
                 for first in range(start, stop, _COPIED_BYTES):
                     raw.write(os.pread(memory.fileno(), min(_COPIED_BYTES, stop - first), first))
-        finally:
-            raw.close()
-        if raw.error is not None:
-            raise raw.error
 
 
 @contextmanager
@@ -113,19 +108,22 @@ class _CheckedFile(Seekable):
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o666)
         super().__init__(os.fstat(self._descriptor).st_size)
 
+    def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a function of the system returns for the file; None after an error, and no more calls."""
+        if self.error is None:
+            try:
+                return function(self._descriptor, *arguments)
+            except OSError as error:
+                self.error = error
+        return None
+
     def readinto(self, buffer: Any) -> int:
         """See `io.RawIOBase`; after an error, bytes are zero."""
         space = memoryview(buffer).cast("B")
-        wanted = len(space)
+        wanted, start = len(space), self._position
         space[:] = bytes(wanted)
-        start, count = self._position, 1
-        while space and count and self.error is None:
-            try:
-                count = os.preadv(self._descriptor, [space], start)
-            except OSError as error:
-                self.error = error
-            else:
-                space, start = space[count:], start + count
+        while space and (count := self._called(os.preadv, [space], start)):
+            space, start = space[count:], start + count
         self._position += wanted
         return wanted
 
@@ -133,13 +131,8 @@ class _CheckedFile(Seekable):
         """See `io.RawIOBase`; after an error, nothing is written."""
         content = memoryview(buffer).cast("B")
         wanted, start = len(content), self._position
-        while content and self.error is None:
-            try:
-                count = os.pwrite(self._descriptor, content, start)
-            except OSError as error:
-                self.error = error
-            else:
-                content, start = content[count:], start + count
+        while content and (count := self._called(os.pwrite, content, start)):
+            content, start = content[count:], start + count
         self._position += wanted
         self._size = max(self._size, self._position)
         return wanted
@@ -147,11 +140,7 @@ class _CheckedFile(Seekable):
     def truncate(self, size: int | None = None) -> int:
         """See `io.RawIOBase`."""
         self._size = self._position if size is None else size
-        if self.error is None:
-            try:
-                os.ftruncate(self._descriptor, self._size)
-            except OSError as error:
-                self.error = error
+        self._called(os.ftruncate, self._size)
         return self._size
 
     def close(self) -> None:
