@@ -372,7 +372,7 @@ def _select_from_version(dataset: DataSet, partial: bool, open_shards: OpenShard
             chosen = table.rows[first:last] - shard_start
             if chosen[-1] >= n_rows:
                 raise InputError(f"{path} has no row {chosen[-1]}, to which the version refers")
-            names = table.between(first, last)
+            names = table.part(slice(first, last))
             all_rows = len(chosen) == n_rows and bool((chosen == np.arange(n_rows)).all())
             yield RowSelection(file, range(first, last), None if all_rows else chosen, names)
 

@@ -17,14 +17,14 @@ from extract.errors import InputError, LayertapError
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.kept_axes import axes_file, recorded_axes
-from extract.store.format.receipt import checked_receipt, counts_of, reasons_of, size_and_hash, write_receipt
+from extract.store.format.receipt import checked_receipt, counts_of, reasons_of, receipt_of, size_and_hash
 from extract.store.format.shard import MEDIA_ERRORS, Shard, copy_shard
 from extract.store.format.value_types import finite_rows
 from extract.store.format.version import RowTable, pass_folder
 from extract.store.format.writer import ShardWriter, checked
 from extract.store.reader import FeatureReader
 from extract.store.row_selection import read_one_version
-from extract.system.atomic_files import sync_folder
+from extract.system.atomic_files import sync_folder, write_json
 
 __all__ = ["Fault", "Remedy", "Verification", "repair", "verify"]
 
@@ -209,7 +209,7 @@ def _remedy_of(path: Path) -> Remedy:
 
 
 def _faults_of_rows(shard: Shard, name: str, counts: Counter[str]) -> list[Fault]:
-    number, first_row, part = shard.identity.shard, shard.identity.first_row, shard.path.suffix == ".part"
+    number, first_row, part = shard.identity.shard, shard.identity.first_row, shard.is_part
     status = shard.column("status")
     valid = np.isin(status, list(Status))
     counts.update(Status(code).text for code in status[valid].tolist())
@@ -346,7 +346,8 @@ def _apply_remedies(dataset: DataSet, number: int, files: ShardFiles, shard: Sha
     if Remedy.RECEIPT in remedies:
         failed = np.flatnonzero(shard.column("status") != Status.OK) + shard.identity.first_row
         unknown_reasons = {int(row): "unknown, because the receipt was lost" for row in failed}
-        write_receipt(path, path, shard, {**unknown_reasons, **reasons_of(path, len(shard))})
+        receipt = receipt_of(path, shard, {**unknown_reasons, **reasons_of(path, len(shard))})
+        write_json(path.with_suffix(".json"), receipt, tidy=False)
     return 0
 
 

@@ -284,15 +284,15 @@ class DataSet:
         Raises:
             InputError: the content is damaged, or of a later format.
         """
+        check_shape(content, path, FORMAT_NAMES)
+        if content["format"] != FORMAT or content["format_version"] not in (*READABLE_VERSIONS, CHANGES_VERSION):
+            stored = reprlib.repr(content["format"]), reprlib.repr(content["format_version"])
+            raise InputError(
+                f"{path} has format {stored[0]}, format_version {stored[1]}; this version of layertap reads "
+                f"format {FORMAT!r}, format_version {VERSIONS_TEXT} or {CHANGES_VERSION}"
+            )
+        check_shape(content, path, DESCRIPTION)
         try:
-            check_shape(content, path, FORMAT_NAMES)
-            if content["format"] != FORMAT or content["format_version"] not in (*READABLE_VERSIONS, CHANGES_VERSION):
-                stored = reprlib.repr(content["format"]), reprlib.repr(content["format_version"])
-                raise InputError(
-                    f"{path} has format {stored[0]}, format_version {stored[1]}; this version of layertap reads "
-                    f"format {FORMAT!r}, format_version {VERSIONS_TEXT} or {CHANGES_VERSION}"
-                )
-            check_shape(content, path, DESCRIPTION)
             features = [_feature(feature) for feature in content["features"]]
             images, shard_rows = dict(content["images"]), content["shard_rows"]
             images["root"] = without_credentials(images["root"])  # earlier versions stored URLs as they were given
@@ -307,8 +307,6 @@ class DataSet:
             if content["fingerprint"] != dataset.fingerprint:
                 raise ValueError("the fingerprint does not match the content")
             return dataset
-        except InputError:
-            raise
         except ValueError as error:
             raise InputError(f"{path} is damaged: {error}") from error
 

@@ -398,16 +398,11 @@ def _range_of(data: h5py.Dataset) -> tuple[int, int]:
     if data.chunks is None:
         offset = data.id.get_offset() or 0
         return offset, offset + data.id.get_storage_size()
-    starts, stops = [], []
-
-    def note(chunk: Any) -> None:
-        starts.append(chunk.byte_offset)
-        stops.append(chunk.byte_offset + chunk.size)
-
-    data.id.chunk_iter(note)
-    if not starts:  # HDF5 could not read where the chunks are, and does not say so
+    chunks: list[Any] = []
+    data.id.chunk_iter(chunks.append)
+    if not chunks:  # HDF5 could not read where they are, and does not say so
         raise OSError(errno.EIO, os.strerror(errno.EIO))
-    return min(starts), max(stops)
+    return min(chunk.byte_offset for chunk in chunks), max(chunk.byte_offset + chunk.size for chunk in chunks)
 
 
 # The user block
@@ -462,19 +457,18 @@ def read_layout(raw: BinaryIO, path: Path | str) -> tuple[list[tuple[int, int]],
     size = raw.seek(0, os.SEEK_END)
     try:
         content = json.loads(head[title.end() : header_bytes].rstrip(b"\0"))
-        expected, ranges = content["size"], [(int(first), int(stop)) for first, stop in content["row_data"]]
-        if size != expected:
-            raise InputError(f"{path} is damaged: it has {size:,} bytes, expected {expected:,}", hint=REPAIR_HINT)
-        edges = [header_bytes, *(edge for byte_range in ranges for edge in byte_range), size]
-        if edges != sorted(edges) or size - sum(stop - first for first, stop in ranges) > 2 * _FIXED_BYTES:
+        expected, ranges = int(content["size"]), [(int(first), int(stop)) for first, stop in content["row_data"]]
+        edges = [header_bytes, *(edge for byte_range in ranges for edge in byte_range), expected]
+        if edges != sorted(edges) or expected - sum(stop - first for first, stop in ranges) > 2 * _FIXED_BYTES:
             raise ValueError
-        return _between(header_bytes, size, ranges), ranges, content["fixed_xxh3"]
-    except InputError:
-        raise
+        fixed_xxh3 = content["fixed_xxh3"]
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise InputError(
             f"{path} is damaged: its first {header_bytes} bytes are not a valid header", hint=REPAIR_HINT
         ) from None
+    if size != expected:
+        raise InputError(f"{path} is damaged: it has {size:,} bytes, expected {expected:,}", hint=REPAIR_HINT)
+    return _between(header_bytes, size, ranges), ranges, fixed_xxh3
 
 
 def _between(header_bytes: int, size: int, row_data: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -20,7 +20,6 @@ from extract.errors import LayertapError
 from extract.row_status import Status
 from extract.store.format.schemas import RECEIPT
 from extract.store.format.shard import Shard
-from extract.system.atomic_files import write_json
 from extract.system.json_files import read_json
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "receipt_bytes",
     "receipt_of",
     "size_and_hash",
-    "write_receipt",
 ]
 
 # The largest receipt: everything but the reasons, and for each row its number and its reason.
@@ -56,13 +54,6 @@ def counts_of(shard: Shard) -> dict[str, Any]:
 def receipt_bytes(n_rows: int) -> int:
     """Return the largest size of the receipt of a shard with `n_rows` rows, in bytes."""
     return _OTHER_BYTES + n_rows * _ROW_BYTES
-
-
-def write_receipt(
-    final: Path, file: Path, shard: Shard, reasons: Mapping[int, str], made: Mapping[str, Any] | None = None
-) -> None:
-    """Write the receipt of the shard `final`; see `receipt_of` for the other arguments."""
-    write_json(final.with_suffix(".json"), receipt_of(file, shard, reasons, made), tidy=False)
 
 
 def receipt_of(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import math
 import mmap
 import os
@@ -248,8 +247,8 @@ class Shard:
             return out
         chunk = rows // self.chunks[name]
         order = np.argsort(chunk, kind="stable")
-        for first, stop in _equal_ranges(chunk[order]):  # decompress each chunk once
-            positions = order[first:stop]
+        starts = np.flatnonzero(np.diff(chunk[order])) + 1
+        for positions in np.split(order, starts) if len(order) else ():  # decompress each chunk once
             first_row = int(rows[positions].min())
             out[positions] = self._unpack(name, first_row, int(rows[positions].max()) + 1)[rows[positions] - first_row]
         return out
@@ -449,12 +448,6 @@ def runs(rows: NDArray[np.integer[Any]], at_most: int | None = None) -> Iterator
         for first in range(0, len(part), step):
             piece = part[first : first + step]
             yield int(piece[0]), int(piece[-1]) + 1
-
-
-def _equal_ranges(values: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Yield the half-open ranges of equal values in a sorted array: [4, 4, 7] -> (0, 2), (2, 3)."""
-    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
-    yield from ((a, b) for a, b in itertools.pairwise(edges) if a < b)
 
 
 def copy_shard(

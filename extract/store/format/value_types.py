@@ -33,6 +33,7 @@ STORED_TYPES = (*VALUE_TYPES, *WHOLE_TYPES)  # of a feature
 # Largest error of a stored value, as part of the largest of its row.
 ROUNDING = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, "int8": 0.5 / 127, "int32": 0.0, "int64": 0.0}
 _LARGEST = 127
+_LARGEST_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(_LARGEST), np.float32(0))  # 127 times it is finite
 _BFLOAT16_INFINITE = 0x7F80  # its exponent, with a fraction of 0
 
 
@@ -57,11 +58,8 @@ def encoded(values: NDArray[Any], value_type: str) -> NDArray[Any]:
         return np.where(np.isnan(values), 0x7FC0, rounded).astype("<u2")
     rows = values.reshape(len(values), math.prod(values.shape[1:]))
     largest = np.abs(rows).max(1, initial=0)
-    scales = largest / np.float32(_LARGEST)
-    with np.errstate(over="ignore"):
-        beyond = np.isfinite(largest) & ~np.isfinite(scales * np.float32(_LARGEST))
-    scales = np.where(beyond, np.nextafter(scales, np.float32(0)), scales)
-    good = np.isfinite(scales)
+    good = np.isfinite(largest)
+    scales = np.minimum(largest / np.float32(_LARGEST), _LARGEST_SCALE)
     records = np.zeros(len(rows), kept_as(value_type, values.shape[1:])[0])
     records["scale"] = np.where(good, scales, np.nan)
     whole = np.zeros(rows.shape, np.float32)

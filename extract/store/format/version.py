@@ -146,10 +146,6 @@ class RowTable:
     rows: NDArray[np.int64]
     hashes: NDArray[np.uint8] | None = None
 
-    def between(self, start: int, stop: int) -> RowTable:
-        """Return a range of the rows, without the hashes."""
-        return self.part(slice(start, stop))
-
     def part(self, part: slice | NDArray[np.int64]) -> RowTable:
         """Return some of the rows, without the hashes; their numbers ascend."""
         paths, labels, splits = self.paths[part], self.labels[part], self.splits[part]

@@ -218,7 +218,7 @@ class Bucket:
 
         Args:
             path: the shard, under its final name.
-            receipt: its receipt, as written by `write_receipt`.
+            receipt: its receipt, by `receipt_of`.
 
         Returns:
             Whether this call published the shard; False if another writer was first, whose objects stay unchanged.

@@ -11,8 +11,9 @@ import pytest
 from extract import InputError
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
-from extract.store.format.receipt import checked_receipt, reasons_of, receipt_bytes, write_receipt
+from extract.store.format.receipt import checked_receipt, reasons_of, receipt_bytes, receipt_of
 from extract.store.format.schemas import RECEIPT
+from extract.system.atomic_files import write_json
 from extract.system.json_files import TIME, Text, parse_json, read_json, read_json_lines
 from tests.extract.store.rows import complete_data_set
 
@@ -71,7 +72,7 @@ def test_a_receipt_with_long_reasons_for_all_rows_is_within_its_bound(tmp_path: 
     for text in ("x" * 100_000, "\U0001f600" * 5000, "\udcff" * 959):
         reasons = dict.fromkeys(range(10, 20), text)
         with data.open_shard(1, data.path(1)) as shard:
-            write_receipt(data.path(1), data.path(1), shard, reasons)
+            write_json(data.path(1).with_suffix(".json"), receipt_of(data.path(1), shard, reasons))
         assert data.path(1).with_suffix(".json").stat().st_size < receipt_bytes(10) - (1 << 15)
         kept = reasons_of(data.path(1), 10)
         assert kept.keys() == reasons.keys()
