@@ -30,13 +30,7 @@ from extract.store.format.shard import BLOCK_BYTES
 from extract.store.format.writer import hash_records, hash_rows
 from extract.store.hugging_face import SPLITS, card_of, schema_of
 from extract.store.reader import ArrowRows, FeatureReader, RowPictures
-from extract.system.atomic_files import (
-    claim,
-    flush_to_disk,
-    remove_leftovers,
-    sync_folder,
-    temporary_folder,
-)
+from extract.system.atomic_files import claim, flush_to_disk, remove_leftovers, sync_folder, temporary_folder
 from extract.system.csv_cells import safe_cell
 from extract.system.optional_libraries import library
 
@@ -257,14 +251,16 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
 
 
 def _write_texts(file: h5py.File, texts: Mapping[str, Sequence[str]]) -> None:
+    """Write texts as matrices of characters, padded with spaces; each column here is a row in MATLAB."""
     for name, values in texts.items():
-        longest = max((len(_utf16_units(value)) for value in values), default=0) or 1
+        longest = max((len(_utf16(value)) // 2 for value in values), default=0) or 1
         data = file.create_dataset(name, (longest, len(values)), np.uint16)
-        data.attrs["MATLAB_class"] = np.bytes_("char")
+        _set_matlab_class(data, "char")
         data.attrs["MATLAB_int_decode"] = np.int32(2)
-        for start in range(0, len(values), 10_000):
-            part = values[start : start + 10_000]
-            data[:, start : start + len(part)] = _char_matrix(part, longest)
+        for start in range(0, len(values), _ROWS_AT_ONCE):
+            encoded = list(map(_utf16, values[start : start + _ROWS_AT_ONCE]))
+            padded = b"".join(text + b" \0" * (longest - len(text) // 2) for text in encoded)
+            data[:, start : start + len(encoded)] = np.frombuffer(padded, "<u2").reshape(-1, longest).T
 
 
 @contextlib.contextmanager
@@ -280,17 +276,8 @@ def _set_matlab_class(data: h5py.Dataset, kind: str) -> None:
     data.attrs["MATLAB_class"] = np.bytes_(kind)
 
 
-def _utf16_units(text: str) -> NDArray[np.uint16]:
-    return np.frombuffer(text.encode("utf-16-le", "surrogatepass"), "<u2")
-
-
-def _char_matrix(values: Sequence[str], longest: int) -> NDArray[np.uint16]:
-    """Return (longest, N) UTF-16 code units padded with spaces: one row for each text in MATLAB."""
-    matrix = np.full((len(values), longest), ord(" "), np.uint16)
-    for row, value in zip(matrix, values, strict=True):
-        units = _utf16_units(value)
-        row[: len(units)] = units
-    return np.ascontiguousarray(matrix.transpose())
+def _utf16(text: str) -> bytes:
+    return text.encode("utf-16-le", "surrogatepass")
 
 
 def _variables(names: Sequence[str]) -> dict[str, str]:

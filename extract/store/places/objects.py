@@ -133,13 +133,13 @@ def info(url: str) -> ObjectInfo | None:
         if _protocol(url) in _S3:
             bucket, key, _ = fs.split_path(path)
             head = fs.call_s3("head_object", Bucket=bucket, Key=key, **_limit())
-            metadata = head.get("Metadata", {})
-            return ObjectInfo(int(head["ContentLength"]), metadata.get(_SHA256, ""), metadata.get(_PUT, ""))
-        entry = fs.info(path, **_limit())
-        metadata = entry.get("metadata") or {}
-        if entry["type"] != "file":
-            return None
-        return ObjectInfo(int(entry["size"]), metadata.get(_SHA256, ""), metadata.get(_PUT, ""))
+            size, metadata = head["ContentLength"], head.get("Metadata", {})
+        else:
+            entry = fs.info(path, **_limit())
+            if entry["type"] != "file":
+                return None
+            size, metadata = entry["size"], entry.get("metadata") or {}
+        return ObjectInfo(int(size), metadata.get(_SHA256, ""), metadata.get(_PUT, ""))
 
     try:
         return _request_with_retries(url, "accessed", send)

@@ -8,7 +8,6 @@ sizes of blocks and `memory_bytes`, without reading. So the place of any batch i
 from __future__ import annotations
 
 import operator
-from bisect import bisect_right
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -95,15 +94,13 @@ class TokenPass:
         ]
         shares = [part.share(images) for part in parts]
         counts = [-(-(stop - start) * per_image // self.batch_size) for start, stop in shares]
-
-        def after(rounds: int) -> list[int]:
-            return [min(rounds, count) for count in counts]  # a worker without batches is passed over
-
-        taken = after(bisect_right(range(max(counts) + 1), self.start, key=lambda rounds: sum(after(rounds))) - 1)
+        taken = [0] * workers
         turn = 0  # the part that comes next: a DataLoader begins with worker 0
-        while sum(taken) < self.start and turn < workers:
-            taken[turn] += taken[turn] < counts[turn]
-            turn += 1
+        for _ in range(min(self.start, sum(counts))):
+            while taken[turn] == counts[turn]:  # a worker without batches is passed over
+                turn = (turn + 1) % workers
+            taken[turn] += 1
+            turn = (turn + 1) % workers
         part = (worker + turn) % workers
         return replace(parts[part], start=taken[part])
 
