@@ -26,7 +26,7 @@ import dataclasses
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, cast, get_args
 
@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
+from extract.taps.absence import FROZEN, NOT_CALLED, reason_absent
 from extract.taps.capture import Capture, CopyOut, ModelCall, copy_out
 from extract.taps.edits import Edit
 from extract.taps.function_calls import FunctionCalls
@@ -47,14 +48,6 @@ from extract.taps.torch_internals import COMPILED_CODE_OFF
 __all__ = ["Taps", "capture_of", "taps_of"]
 
 _SHOWN = 20  # requests in `repr(taps)`, and names in an error
-_FROZEN = (
-    "with all before it frozen, let the inputs require gradients, or edit the layer first: "
-    "edit(layer, lambda h: h.requires_grad_())"
-)
-_NOT_CALLED = (
-    "the model itself was not called inside the `with` block, in its thread and asyncio task (model.forward(...), "
-    "other methods and single layers do not count, compiled or not)"
-)
 _EDITABLE = ("output", "input", "grad", "grad_input")
 
 # Names, globs, text forms of a site, or types of layers; or a site.
@@ -111,9 +104,6 @@ class Taps:
         self._capture: Capture | None = None  # the open block, or the last one
         self._edited: set[int] = set()  # id of each request whose edit was applied in this block
         self._undo = contextlib.ExitStack()
-        # A record may be kept for long, and must not keep the model alive.
-        explained_by = weakref.WeakMethod(self._why_absent)
-        self._explain = lambda calls, text: explain(calls, text) if (explain := explained_by()) else None
         if layers != ():
             self.keep(layers, reduce=reduce)
 
@@ -273,10 +263,14 @@ class Taps:
         self._edited.clear()
         # A record may be pickled, and must not keep what a `reduce` holds alive.
         requested = [dataclasses.replace(request, reduce=None) for request in self._requests if request.edit is None]
+        why_absent = weakref.WeakMethod(self._why_absent)  # a record may be kept for long, and the model not as long
+
+        def new_record(calls: Counter[int | str]) -> Record:
+            return Record(lambda text: why(calls, text) if (why := why_absent()) else None, requested)
+
         capture = Capture(
             self._layers[""],
-            self._explain,
-            requested,
+            new_record,
             self._to_keep if self._stop else None,
             self._on_record,
             self._copy_out,
@@ -309,7 +303,7 @@ class Taps:
         forward = self._forward
         if forward is None:
             is_unseen = self._capture is not None and bool(self._capture.scope.unseen)
-            raise LayertapError(f"nothing recorded yet: {_NOT_CALLED}", hint=hint if is_unseen else "")
+            raise LayertapError(f"nothing recorded yet: {NOT_CALLED}", hint=hint if is_unseen else "")
         if forward.running:
             raise LayertapError("the last forward of the model did not finish; it left no record", hint=hint)
         return forward.record
@@ -334,7 +328,7 @@ class Taps:
         self._undo.close()
         gradients = any(request.what in ("grad", "grad_input") for request in self._requests)
         if gradients and isinstance(error, RuntimeError) and "does not require grad" in str(error):
-            error.add_note(_FROZEN)
+            error.add_note(FROZEN)
         if kind is None and capture is not None:
             capture.hand_on()
             self._check_edits(capture)
@@ -389,7 +383,7 @@ class Taps:
     def _why_absent(self, calls: Counter[int | str], text: str) -> str | None:
         name = split_text(text, self._layers)[0].partition("/")[0]
         unseen = self._capture.scope.unseen if self._capture is not None else {}
-        return _reason_absent(text, self._kept_of.get(name, ()), self._layers, calls, unseen)
+        return reason_absent(text, self._kept_of.get(name, ()), self._layers, calls, unseen)
 
     def _check_edits(self, capture: Capture) -> None:
         """Check that every edit was applied in this block; that of a glob or a type, to at least one layer.
@@ -419,10 +413,10 @@ class Taps:
         idle = [request for request in idle if _group(request) not in effective]
         if not idle:
             return
-        reason: str | None = _NOT_CALLED
+        reason: str | None = NOT_CALLED
         if capture.forward is not None:
             calls = capture.forward.calls
-            reason = _reason_absent(idle[0].text(), idle[:1], self._layers, calls, capture.scope.unseen)
+            reason = reason_absent(idle[0].text(), idle[:1], self._layers, calls, capture.scope.unseen)
         raise LayertapError(f"the edit of {_names(idle)} never took effect: {reason}")
 
 
@@ -448,69 +442,6 @@ def _group(request: Requested) -> Any:
     if not request.pattern:
         return id(request)
     return request.pattern, request.path, request.what, request.call, id(request.edit)
-
-
-def _reason_absent(
-    text: str,
-    requests: Sequence[Requested],
-    layers: Mapping[str, nn.Module],
-    calls: Mapping[int | str, int],
-    unseen: Mapping[int, str],
-) -> str | None:
-    """Return why a requested value is missing from a record; None if it was not requested.
-
-    Args:
-        text: text form of a site.
-        requests: what is kept of its layer, or edited.
-        layers: layers of the model when the `Taps` were made.
-        calls: id of a module -> number of its calls in the forward.
-        unseen: see `Scope.unseen`.
-    """
-    layer, call, path, what = split_text(text, layers)
-    name, slash, operation = layer.partition("/")
-    asked = [
-        request
-        for request in requests
-        if bool(request.operation) == bool(slash)
-        and what in (None, request.what)
-        and (call is None or request.call in (None, call))
-    ]
-    if not asked:
-        return None
-    layer = f"layer {name!r}" if name else "the model"
-    if name in layers and (where := unseen.get(id(layers[name]))) and not calls.get(id(layers[name])):
-        return f"{layer} ran {where}, where nothing is recorded"
-    count = calls.get(f"{name}/{operation}" if slash else id(layers.get(name)), 0)
-    if slash and not count:
-        return f"no function {operation!r} was called in the forward of {layer}"
-    layer = f"function {operation!r} of {layer}" if slash else layer
-    if name not in layers:
-        return (
-            f"no gradient reached parameter {name!r}: call backward() inside the `with` block, on a loss that depends "
-            "on it (FSDP hands the gradients of its parameters to no hook: read `.grad`)"
-        )
-    if all(request.what in ("grad", "grad_input") for request in asked):
-        return (
-            f"no gradient reached {layer}: call backward() inside the block, on a loss that depends on it, outside "
-            f"no_grad ({_FROZEN}; reentrant checkpoints may give none)"
-        )
-    if all(request.what == "attention" for request in asked):
-        return f"{layer} computed no attention that layertap recognises"
-    if not count and isinstance(layers.get(name.rpartition(".")[0]), nn.MultiheadAttention):
-        return f"{layer} never runs: nn.MultiheadAttention uses its weights without calling it"
-    if not count:
-        return f"{layer} did not run in this forward"
-    call = asked[0].call if call is None else call
-    if call is not None and call >= count:
-        times = f"{count} time{'s' * (count > 1)}"
-        return f"{layer} ran {times} in this forward; there is no call {call}, since the first is 0"
-    verb, path = "returned" if asked[0].what == "output" else "received", path or asked[0].path
-    where = f" at path {'.'.join(path)}" if path else ""
-    if asked[0].edit is None:
-        kind, where = "tensor", where and f"{where} (to pool, pass a function as `reduce`)"
-    else:
-        kind = "floating-point tensor"
-    return f"{layer} ran, but {verb} no {kind}{where}"
 
 
 def taps_of(
