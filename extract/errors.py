@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from extract.credentials import text_without_credentials
 
@@ -23,6 +24,7 @@ __all__ = [
     "first_line",
     "is_of_the_machine",
     "separated_by_commas",
+    "system_errors_as",
     "unknown_name",
 ]
 
@@ -106,6 +108,15 @@ def is_of_the_machine(error: BaseException) -> bool:
     True
     """
     return isinstance(error, ImportError) or (isinstance(error, OSError) and error.errno in _OUT_OF)
+
+
+@contextmanager
+def system_errors_as(what: str, hint: str = "") -> Iterator[None]:
+    """Context manager: an OSError in it becomes a LayertapError that says what failed, and the reason of the system."""
+    try:
+        yield
+    except OSError as error:
+        raise LayertapError(f"{what}: {error.strerror or error}", hint=hint) from error
 
 
 def first_line(error: BaseException) -> str:

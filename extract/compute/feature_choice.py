@@ -220,8 +220,7 @@ def with_projection_sizes(layers: Sequence[str], images: int, distortion: float 
         layer, poolings = split_poolings(text)
         if distortion is not None and poolings:
             number = values_for_distortion(images, distortion)
-            names = [re.sub(r"^srp(?=s|$)", f"srp{number}", name) for name in poolings.split(":")]
-            text = ":".join([layer, *names])
+            text = ":".join([layer, *(re.sub(r"^srp(?=s|$)", f"srp{number}", name) for name in poolings.split(":"))])
         sized.append(text)
     return sized
 

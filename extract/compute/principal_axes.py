@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from extract.errors import InputError, LayertapError, first_line
+from extract.errors import InputError, LayertapError, first_line, system_errors_as
 from extract.system.atomic_files import write_whole
 from extract.system.json_files import check_shape
 from extract.system.torch_state import full_float32
@@ -364,10 +364,8 @@ def write_axes(folder: Path, fitted: PrincipalAxes, source: AxesSource) -> Path:
     }
     content = save(tensors, {"source": json.dumps(asdict(source))})
     path = folder / f"{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
-    try:
+    with system_errors_as(f"cannot write axes to {folder}"):
         write_whole(path, content)
-    except OSError as error:
-        raise LayertapError(f"cannot write axes to {folder}: {error.strerror}") from error
     return path
 
 

@@ -75,7 +75,7 @@ def batches(
 
 def row_pieces(array: FeatureArray, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     """Split ascending rows by chunk."""
-    edges = np.searchsorted(rows, [start for start, _ in array.pieces()][1:])
+    edges = np.searchsorted(rows, array.chunk_starts()[1:])
     return [piece for piece in np.split(rows, edges) if len(piece)]
 
 

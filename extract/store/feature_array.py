@@ -152,13 +152,11 @@ class FeatureArray:
         values = self.take(np.atleast_1d(numbers))
         return values if numbers.ndim else values[0]
 
-    def pieces(self) -> list[tuple[int, int]]:
-        """Return (start, stop), the rows of each chunk: about a megabyte of neighbouring rows in one file."""
-        pieces: list[tuple[int, int]] = []
-        for file, start, stop in zip(self._index.files, self._edges, self._edges[1:], strict=False):
-            step = chunk_rows(self._feature, file.n_rows)
-            pieces += [(first, min(first + step, stop)) for first in range(start, stop, step)]
-        return pieces
+    def chunk_starts(self) -> list[int]:
+        """Return the first row of each chunk: of about a megabyte of neighbouring rows in one file."""
+        steps = [chunk_rows(self._feature, file.n_rows) for file in self._index.files]
+        ranges = zip(pairwise(self._edges), steps, strict=True)
+        return [first for (start, stop), step in ranges for first in range(start, stop, step)]
 
     def mapped(self, rows: NDArray[np.int64]) -> NDArray[Any] | None:
         """Return the rows from the least to the greatest of `rows` without a copy; None if some order of them is slow.

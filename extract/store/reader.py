@@ -37,7 +37,7 @@ from extract.system.urls import is_url
 if TYPE_CHECKING:  # imports torch, which is not needed to read arrays
     from extract.store.torch_dataset import FeatureDataset
 
-__all__ = ["ArrowRows", "FeatureArray", "FeatureReader", "RowPictures"]
+__all__ = ["ArrowRows", "FeatureArray", "FeatureReader", "RowPictures", "as_utf8"]
 
 RowPictures = Callable[[int, int], Sequence[bytes | None]]
 
@@ -99,7 +99,8 @@ class FeatureReader:
         cache_bytes: int = CACHE_BYTES,
         check: bool = False,
     ):
-        paths = [_path_or_url(source) for source in ([path] if isinstance(path, str | os.PathLike) else path)]
+        given = [path] if isinstance(path, str | os.PathLike) else path
+        paths = [source if isinstance(source, str) and is_url(source) else Path(source) for source in given]
         if not paths:
             raise InputError("no data set given: the list of folders is empty")
         self._name = ", ".join(map(str, paths))
@@ -604,11 +605,6 @@ class FeatureReader:
         return lines
 
 
-def _path_or_url(path: str | os.PathLike[str]) -> Path | str:
-    """Return a URL as text, any other path as `Path`."""
-    return path if isinstance(path, str) and is_url(path) else Path(path)
-
-
 def _frozen(values: NDArray[Any]) -> NDArray[Any]:
     """Make an array read-only, because callers share it, and return it."""
     values.flags.writeable = False
@@ -661,7 +657,7 @@ class ArrowRows:
             kind = pa.list_(pa.from_numpy_dtype(reader[name].dtype), math.prod(shape))
             fields.append(pa.field(name, kind, metadata={"shape": json.dumps(shape), **reader[name].attributes}))
         self.schema = pa.schema(fields, {"layertap": json.dumps(reader.provenance)})
-        self._classes = [*map(_as_text, reader.classes), None]  # label -1 gives the last item
+        self._classes = [*map(as_utf8, reader.classes), None]  # label -1 gives the last item
 
     def table(self) -> Any:
         """Return the table of all rows. Features that are stored as they are read are not copied."""
@@ -677,17 +673,17 @@ class ArrowRows:
         paths, labels = reader.paths[start:stop], reader.labels[start:stop].tolist()
         columns: dict[str, Any] = {
             "row": reader.rows[start:stop],
-            "path": [_as_text(path) for path in paths],
+            "path": [as_utf8(path) for path in paths],
             "label": labels,
             "class": [self._classes[label] for label in labels],
             "split": reader.splits[start:stop],
             "status": [Status(code).text for code in reader.status[start:stop].tolist()],
         }
         if reader.ids is not None:
-            columns["id"] = [_as_text(each) for each in reader.ids[start:stop]]
+            columns["id"] = [as_utf8(each) for each in reader.ids[start:stop]]
         for name, values in self._kept.items():
             part = values[start:stop]
-            columns[name] = part if isinstance(part, np.ndarray) else [_as_text(each) for each in part]
+            columns[name] = part if isinstance(part, np.ndarray) else [as_utf8(each) for each in part]
         if "path_bytes" in self.schema.names:
             columns["path_bytes"] = [os.fsencode(path) for path in paths]
         if self._pictures is not None:
@@ -700,5 +696,6 @@ class ArrowRows:
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
 
-def _as_text(text: str) -> str:
+def as_utf8(text: str) -> str:
+    """Escape the bytes of a text that are not UTF-8."""
     return os.fsencode(text).decode("utf-8", "backslashreplace")

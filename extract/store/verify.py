@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError, LayertapError, system_errors_as
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.kept_axes import axes_file, recorded_axes
@@ -185,13 +186,9 @@ def _check_shard(dataset: DataSet, number: int, files: ShardFiles, verification:
             raise  # not a fault of the file: too many open files, a missing library
         verification.faults.append(Fault(error.message.removeprefix(f"{path} "), _remedy_of(path), number, name))
         return None
-    try:
-        faults = [*_faults_of_rows(shard, name, verification.rows)]
-        if files.published is not None:
-            faults += _faults_of_receipt(shard, name, faults)
-    except BaseException:
-        shard.close()
-        raise
+    faults = [*_faults_of_rows(shard, name, verification.rows)]
+    if files.published is not None:
+        faults += _faults_of_receipt(shard, name, faults)
     verification.faults += faults
     return shard
 
@@ -208,26 +205,25 @@ def _remedy_of(path: Path) -> Remedy:
         return Remedy.FILE
 
 
-def _faults_of_rows(shard: Shard, name: str, counts: Counter[str]) -> list[Fault]:
+def _faults_of_rows(shard: Shard, name: str, counts: Counter[str]) -> Iterator[Fault]:
     number, first_row, part = shard.identity.shard, shard.identity.first_row, shard.is_part
     status = shard.column("status")
     valid = np.isin(status, list(Status))
     counts.update(Status(code).text for code in status[valid].tolist())
-    faults: list[Fault] = []
 
-    def of_rows(rows: NDArray[np.int64], description: str) -> None:
+    def of_rows(rows: NDArray[np.int64], description: str) -> Iterator[Fault]:
         for row, path in zip(rows.tolist(), shard.text("path", rows), strict=True):
-            faults.append(Fault(description, Remedy.ROW, number, name, first_row + row, path))
+            yield Fault(description, Remedy.ROW, number, name, first_row + row, path)
 
     pending = np.flatnonzero(status == Status.PENDING)
     if part and len(pending):
         description = f"is unfinished: {len(pending):,} of {len(shard):,} rows are pending"
-        faults.append(Fault(description, Remedy.NONE, number, name))
+        yield Fault(description, Remedy.NONE, number, name)
     elif len(pending):
-        of_rows(pending, "is pending in a finished file")
+        yield from of_rows(pending, "is pending in a finished file")
     labels, n_classes = shard.column("label"), len(shard.text("classes"))
     if ((labels < -1) | (labels >= n_classes)).any():
-        faults.append(Fault(f"has labels outside its {n_classes} classes", Remedy.FILE, number, name))
+        yield Fault(f"has labels outside its {n_classes} classes", Remedy.FILE, number, name)
     damaged, contradicting = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for start, stop, block, agree in checked(shard, np.flatnonzero(status != Status.PENDING)):
         damaged.append(start + np.flatnonzero(~agree))
@@ -235,9 +231,8 @@ def _faults_of_rows(shard: Shard, name: str, counts: Counter[str]) -> list[Fault
             # Features of rows without an image are NaN, and those of computed rows finite if the status is ok.
             are_finite = np.logical_and.reduce([finite_rows(block[each.name], each.dtype) for each in shard.features])
             contradicting.append(start + np.flatnonzero(agree & (are_finite != (status[start:stop] == Status.OK))))
-    of_rows(np.concatenate(damaged), "does not match its hashes")
-    of_rows(np.concatenate(contradicting), "features contradict the status")
-    return faults
+    yield from of_rows(np.concatenate(damaged), "does not match its hashes")
+    yield from of_rows(np.concatenate(contradicting), "features contradict the status")
 
 
 def _faults_of_receipt(shard: Shard, name: str, row_faults: Collection[Fault]) -> list[Fault]:
@@ -285,8 +280,8 @@ def repair(verification: Verification) -> int:
 
 def _by_pass(verification: Verification) -> Iterator[Verification]:
     """Yield the faults of each pass, as a verification of the pass's own data set."""
-    files = {fault.file for fault in verification.faults if "/shards/" in fault.file}
-    for folder in sorted({file.rpartition("/shards/")[0] for file in files}):
+    folders = {fault.file.rpartition("/shards/")[0] for fault in verification.faults if "/shards/" in fault.file}
+    for folder in sorted(folders):
         faults = [
             replace(fault, file=fault.file.removeprefix(f"{folder}/"))
             for fault in verification.faults
@@ -310,13 +305,8 @@ def _repair_shards(verification: Verification) -> int:
             name = path.relative_to(dataset.out).as_posix()
             of_rows = (fault for fault in verification.faults if fault.file == name and fault.row is not None)
             faults = {*current.faults, *of_rows}
-            try:
+            with system_errors_as(f"cannot repair {path}"), nullcontext() if shard is None else shard:
                 pending += _apply_remedies(dataset, number, files, shard, faults)
-            except OSError as error:
-                raise LayertapError(f"cannot repair {path}: {error.strerror}") from error
-            finally:
-                if shard is not None:
-                    shard.close()
     return pending
 
 

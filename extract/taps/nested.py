@@ -86,11 +86,11 @@ def _rebuilt(value: Any, parts: dict[str | int, Any]) -> Any:
     kind, items = type(value), list(parts.values())
     try:
         if isinstance(value, tuple | list):
-            if object.__getstate__(value):  # attributes beside the items, which may not fit others
-                raise _not_rebuilt(kind)
+            if object.__getstate__(value):
+                raise TypeError("it has attributes beside the items, which may not fit others")
             rebuilt: Any = kind._make(items) if hasattr(kind, "_make") else kind(items)  # as named tuples
-            if len(rebuilt) == len(items) and all(map(operator.is_, rebuilt, items)):
-                return rebuilt
+            if len(rebuilt) != len(items) or not all(map(operator.is_, rebuilt, items)):
+                raise TypeError("it has other items than it was made of")
         else:
             rebuilt = copy.copy(value)
             for key, part in parts.items():
@@ -98,17 +98,12 @@ def _rebuilt(value: Any, parts: dict[str | int, Any]) -> Any:
                     rebuilt[key] = part
                 else:
                     object.__setattr__(rebuilt, str(key), part)  # works for frozen dataclasses too
-            return rebuilt
+        return rebuilt
     except Exception as error:  # of the code of its class
-        raise _not_rebuilt(kind) from error
-    raise _not_rebuilt(kind)
-
-
-def _not_rebuilt(kind: type) -> InputError:
-    return InputError(
-        f"a value inside {kind.__name__} is to be replaced, which this class does not allow",
-        hint="name another layer, such as one inside this one",
-    )
+        raise InputError(
+            f"a value inside {kind.__name__} is to be replaced, which this class does not allow",
+            hint="name another layer, such as one inside this one",
+        ) from error
 
 
 def is_several(value: Any) -> bool:

@@ -59,14 +59,12 @@ class StandIns:
         """
         for stand_in in self._all:
             if stand_in.memory in write.reached and stand_in.given_memory not in write.reached:
-                write.reached[stand_in.given_memory] = True
-                follow = stand_in.copy_to_given
+                write.reached[stand_in.given_memory] = to_given = True
             elif stand_in.given_memory in write.reached and stand_in.memory not in write.reached:
                 follows = stand_in.follows and write.reached[stand_in.given_memory]
                 if stand_in.tensor is not None and not follows:
                     raise StandInError(stand_in.site)
-                write.reached[stand_in.memory] = follows
-                follow = stand_in.copy_from_given
+                write.reached[stand_in.memory], to_given = follows, False
             else:
                 continue
             if write.tensor is stand_in.tensor or write.tensor is stand_in.given:
@@ -74,7 +72,7 @@ class StandIns:
             if stand_in.overlaps:
                 raise StandInError(stand_in.site)
             self.note_write(stand_in.site)
-            yield partial(follow, write)
+            yield partial(stand_in.copy, write, to_given)
 
     def note_write(self, site: Site) -> None:
         """Note that an edited value was written into the tensor of the model, not passed on in its place."""
@@ -156,17 +154,10 @@ class StandIn:
             None if tensor is None or tensor.is_inference() else tensor._version for tensor in (self.given, self.tensor)
         ]
 
-    def copy_to_given(self, write: Write) -> None:
-        """Give the replaced tensor the values of the stand-in, whose memory was written to."""
-        self._copy(write, self.tensor, self.memory, self.given, self.given_memory)
-
-    def copy_from_given(self, write: Write) -> None:
-        """Give the stand-in the values of the replaced tensor, whose memory was written to."""
-        self._copy(write, self.given, self.given_memory, self.tensor, self.memory)
-
-    def _copy(
-        self, write: Write, source: Tensor | None, source_memory: int, target: Tensor | None, target_memory: int
-    ) -> None:
+    def copy(self, write: Write, to_given: bool) -> None:
+        """Give the replaced tensor the values of the stand-in, whose memory was written to; or the other way round."""
+        own, replaced = (self.tensor, self.memory), (self.given, self.given_memory)
+        (source, source_memory), (target, target_memory) = (own, replaced) if to_given else (replaced, own)
         if source is None:
             source = write.values[source_memory]
             if memory_of(source) == source_memory:  # otherwise it has the values of one that is gone

@@ -35,7 +35,7 @@ from torch import nn
 
 from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
 from extract.taps.absence import FROZEN, NOT_CALLED, reason_absent
-from extract.taps.capture import Capture, CopyOut, ModelCall, copy_out
+from extract.taps.capture import Capture, CopyOut, copy_out
 from extract.taps.edits import Edit
 from extract.taps.function_calls import FunctionCalls
 from extract.taps.functions import unwatched
@@ -198,8 +198,6 @@ class Taps:
         """Return the requests of one call of `keep` or `edit`, one per layer, without `reduce` and `edit`."""
         if self._is_open:
             raise LayertapError("call keep and edit before the `with` block starts")
-        if what not in get_args(What):
-            raise unknown_name("what", what, get_args(What))
         asked: list[Any] = [layers]
         if not isinstance(layers, type | Site | str):
             with contextlib.suppress(TypeError):
@@ -220,14 +218,14 @@ class Taps:
             else:
                 raise InputError(f"expected names, globs or types of layers, got {type(layer).__name__}")
         for request in requests:
+            if request.what not in get_args(What):
+                raise unknown_name("what", request.what, get_args(What))
             if request.layer in self._layers:
                 self._check_open_to_hooks(request.layer)
         return requests
 
     def _matches(self, pattern: str, call: int | None, path: tuple[str, ...], what: str) -> list[Requested]:
         """Return a request for each layer, or parameter, that a name or glob means."""
-        if what not in get_args(What):
-            raise unknown_name("what", what, get_args(What))
         layer, slash, operation = pattern.partition("/")
         if slash and what in ("input", "grad_input", "attention"):
             raise InputError(f"{pattern!r}: only outputs and gradients of a function without a module are available")
@@ -300,18 +298,13 @@ class Taps:
             LayertapError: the model has not been called inside the `with` block, or its last call did not finish.
         """
         hint = "if it is compiled: compile it before the block, and open the block outside of compiled functions"
-        forward = self._forward
+        forward = self._capture.forward if self._capture is not None else None
         if forward is None:
             is_unseen = self._capture is not None and bool(self._capture.scope.unseen)
             raise LayertapError(f"nothing recorded yet: {NOT_CALLED}", hint=hint if is_unseen else "")
         if forward.running:
             raise LayertapError("the last forward of the model did not finish; it left no record", hint=hint)
         return forward.record
-
-    @property
-    def _forward(self) -> ModelCall | None:
-        """The running call of the model, or the last one."""
-        return self._capture.forward if self._capture is not None else None
 
     def __repr__(self) -> str:
         lines = [
@@ -407,8 +400,8 @@ class Taps:
             (OTHER_THREAD, idle, ""),
             (TRACED, edits, "without gradients, open the block under torch.compiler.set_stance('force_eager')"),
         ):
-            missed = [r for r in asked if capture.scope.unseen.get(id(self._layers.get(r.layer))) == where]
-            if missed := [request for request in missed if request.call is None or request in idle]:
+            there = [r for r in asked if capture.scope.unseen.get(id(self._layers.get(r.layer))) == where]
+            if missed := [request for request in there if request.call is None or request in idle]:
                 raise LayertapError(f"the edit of {_names(missed)} never took effect: it ran {where}", hint=hint)
         idle = [request for request in idle if _group(request) not in effective]
         if not idle:

@@ -7,7 +7,6 @@ import csv
 import functools
 import io
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, fields
 from itertools import groupby
@@ -17,7 +16,7 @@ from typing import Any
 from extract.analysis.row_findings import KINDS, LABELS_DIFFER, Finding, findings
 from extract.errors import InputError
 from extract.store.places.destination import data_set_at
-from extract.store.reader import FeatureReader
+from extract.store.reader import FeatureReader, as_utf8
 from extract.system.atomic_files import link_target, write_whole
 from extract.system.csv_cells import safe_cell
 from extract.system.optional_libraries import library
@@ -107,14 +106,12 @@ def _parquet(table: Sequence[Finding]) -> bytes:
     kinds = {"row": arrow.int64(), "score": arrow.float64(), "group": arrow.int64(), "keep": arrow.bool_()}
     schema = arrow.schema([(name, kinds.get(name, arrow.string())) for name in _COLUMNS])
     file = io.BytesIO()
-    lines = [{name: _as_utf8(value) for name, value in asdict(found).items()} for found in table]
+    lines = [
+        {name: as_utf8(value) if isinstance(value, str) else value for name, value in asdict(found).items()}
+        for found in table
+    ]
     parquet.write_table(arrow.Table.from_pylist(lines, schema), file)
     return file.getvalue()
-
-
-def _as_utf8(value: object) -> object:
-    """Escape the bytes of a text that are not UTF-8, as the Parquet files of `layertap export` do."""
-    return os.fsencode(value).decode("utf-8", "backslashreplace") if isinstance(value, str) else value
 
 
 _WRITERS = {".csv": _csv, ".json": _json, ".parquet": _parquet}

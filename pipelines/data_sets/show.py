@@ -64,11 +64,7 @@ def describe(out: Path) -> dict[str, Any]:
             for name, (filter_name, ratio) in reader.compression.items()
         }
         if content["complete"]:
-            counts = reader.counts
-            content["status"] = counts.status
-            content["classes"] = counts.classes
-            content["unlabelled"] = counts.unlabelled
-            content["splits"] = counts.splits
+            content |= asdict(reader.counts)
             content["failures"] = [
                 {"row": row, "path": path, "status": text, "reason": reason}
                 for row, path, text, reason in reader.failures

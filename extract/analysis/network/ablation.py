@@ -6,7 +6,6 @@ for effect in effects: print(effect.layer, effect.cosine, effect.accuracy)
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -100,9 +99,7 @@ def ablation(
     """
     gives_classes = not isinstance(backbone, Backbone) or backbone.classifier is not None
     backbone, pairs = _with_pairs(backbone, batches)
-    with contextlib.ExitStack() as settings:
-        for setting in (torch.no_grad(), evaluating(backbone.model), full_float32(), keeping_freed_memory()):
-            settings.enter_context(setting)
+    with torch.no_grad(), evaluating(backbone.model), full_float32(), keeping_freed_memory():
         choice = _in_computation_order(backbone, whole_layers(backbone, layers))
         edited_parts = list(_edited_parts(choice.features, channels))
         totals = [_Totals() for _ in edited_parts]

@@ -139,9 +139,7 @@ def inspect_model(
     """
     model = model.model if isinstance(model, Backbone) else model
     in_training = [] if model.training else _in_training(model)
-    with contextlib.ExitStack() as settings:
-        for setting in (evaluating(model), full_float32(), keeping_freed_memory()):
-            settings.enter_context(setting)
+    with evaluating(model), full_float32(), keeping_freed_memory(), contextlib.ExitStack() as settings:
         in_training = in_training or _in_training(model)  # layers that stay in training mode after `eval`
         settings.enter_context(_buffers_kept([named_layers(model)[name] for name in in_training]))
         pairs = pairs_of(batches)

@@ -192,7 +192,7 @@ class _Monitor:
     def _request(self, taps: Taps) -> None:
         raise NotImplementedError
 
-    def _rows_of(self, record: Record) -> Rows:
+    def _rows_of(self, record: Record) -> Iterable[dict[str, Any]]:
         raise NotImplementedError
 
     def _alarms_of(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
@@ -225,19 +225,17 @@ class ActivationMonitor(_Monitor):
     def _request(self, taps: Taps) -> None:
         taps.keep(self._names, reduce=self._summary)
 
-    def _rows_of(self, record: Record) -> Rows:
-        rows = []
+    def _rows_of(self, record: Record) -> Iterable[dict[str, Any]]:
         for name, tensors in record.items():
             if tensors:
                 statistics = _statistics(tensors)
                 looks = self._looks_at_dead(name, statistics)
-                rows.append({
+                yield {
                     "layer": name, "mean": statistics.mean, "std": statistics.std, "rms": statistics.rms,
                     "min": statistics.min, "max": statistics.max, "zeros": statistics.zeros,
                     "dead": int((looks >= _DEAD_LOOKS).sum()), "channels": statistics.channels,
                     "not_finite": statistics.nan + statistics.infinite,
-                })  # fmt: skip
-        return rows
+                }  # fmt: skip
 
     def _looks_at_dead(self, name: str, statistics: Statistics) -> NDArray[np.int64]:
         """Return, for each channel, the number of consecutive monitored steps with the same constant value."""
@@ -292,8 +290,7 @@ class GradientMonitor(_Monitor):
         # it.
         self._before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
-    def _rows_of(self, record: Record) -> Rows:
-        rows = []
+    def _rows_of(self, record: Record) -> Iterable[dict[str, Any]]:
         parameters, before, self._before = named_parameters(self._model), self._before, {}
         for name, site in record.sites.items():
             tensors = record[site]
@@ -311,8 +308,7 @@ class GradientMonitor(_Monitor):
                            "update": math.nan}  # fmt: skip
             else:
                 continue
-            rows.append({"layer": layer, "of": of, "norm": norm, **columns, "not_finite": not_finite})
-        return rows
+            yield {"layer": layer, "of": of, "norm": norm, **columns, "not_finite": not_finite}
 
     def _alarms_of(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
         # Rows are in the order in which the gradients were computed, starting at the loss.

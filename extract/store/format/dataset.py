@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from extract.credentials import without_credentials
-from extract.errors import InputError, LayertapError, LockedError, OtherFeaturesError
+from extract.errors import InputError, LayertapError, LockedError, OtherFeaturesError, system_errors_as
 from extract.row_status import Status
 from extract.store.format.differences import changes, differences
 from extract.store.format.layout import (
@@ -238,11 +238,7 @@ class DataSet:
             LayertapError: see `Shard`.
         """
         opened = Shard(path)
-        try:
-            self.check_shard(shard, opened)
-        except InputError:
-            opened.close()
-            raise
+        self.check_shard(shard, opened)
         return opened
 
     def check_shard(self, shard: int, opened: Shard) -> None:
@@ -397,15 +393,13 @@ class DataSet:
             LayertapError: the folder cannot be written to.
         """
         existing = None if has_added else self.check()
-        try:
+        with system_errors_as(f"cannot write to {self.out}"):
             self.out.mkdir(parents=True, exist_ok=True)
             own_folder(self.shards)
             if existing is None:
                 self.write()
                 sync_folder(self.out.parent)
             self._clean()
-        except OSError as error:
-            raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
         return existing
 
     def begin_to_add(self, existing: DataSet) -> None:
@@ -420,10 +414,8 @@ class DataSet:
         """
         if DataSet.open(self.out) != existing:
             raise LockedError(f"another process has changed {self.out}", hint="run again")
-        try:
+        with system_errors_as(f"cannot write to {self.out}"):
             own_folder(self._shards_with_layers)
-        except OSError as error:
-            raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
 
     def _move_shards(self) -> None:
         """Remove the shards that lack the layers of `dataset.json`, and give the others their place."""
@@ -511,10 +503,9 @@ class DataSet:
 
     def add_run(self, run: dict[str, Any]) -> None:
         """Append a line to `runs.jsonl`."""
-        try:
-            append_line(self.out / "runs.jsonl", json.dumps(run))
-        except OSError as error:
-            raise LayertapError(f"cannot write to {self.out / 'runs.jsonl'}: {error.strerror}") from error
+        path = self.out / "runs.jsonl"
+        with system_errors_as(f"cannot write to {path}"):
+            append_line(path, json.dumps(run))
 
 
 def _files(shards: Path) -> Iterator[tuple[int, int, bool, Path]]:

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError, LayertapError, system_errors_as
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import AXES_FOLDER
 from extract.store.format.version import pass_folder
@@ -78,9 +78,7 @@ def keep_axes(out: Path, files: Mapping[str, Path]) -> None:
         path = out / AXES_FOLDER / f"{sha256[:16]}.safetensors"
         if path.exists():
             continue
-        try:
+        with system_errors_as(f"cannot write {path}"):
             own_folder(path.parent)
             with os.fdopen(open_regular(file), "rb") as source, atomic_write(path) as copy:
                 shutil.copyfileobj(source, copy, 1 << 20)
-        except OSError as error:
-            raise LayertapError(f"cannot write {path}: {error.strerror}") from error

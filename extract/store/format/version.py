@@ -32,7 +32,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError, LayertapError, system_errors_as
 from extract.store.format.checked_file import hdf5_on_disk
 from extract.store.format.untrusted import Refuse, dataset_in, open_untrusted
 from extract.system.atomic_files import atomic_write, open_regular, own_folder
@@ -96,7 +96,7 @@ def write_table(out: Path, number: int, columns: Mapping[str, NDArray[Any]]) -> 
         LayertapError: the disk is full or refuses.
     """
     path = table_path(out, number)
-    try:
+    with system_errors_as(f"cannot write {path}"):
         own_folder(path.parent)
         with atomic_write(path) as whole:
             temporary = Path(whole.name)
@@ -109,8 +109,6 @@ def write_table(out: Path, number: int, columns: Mapping[str, NDArray[Any]]) -> 
                     for start in range(0, len(values), _ROWS_AT_ONCE):
                         data[start : start + _ROWS_AT_ONCE] = values[start : start + _ROWS_AT_ONCE].astype(dtype)
             return hash_of(temporary)
-    except OSError as error:
-        raise LayertapError(f"cannot write {path}: {error.strerror}") from error
 
 
 def hash_of(path: Path) -> str:

@@ -25,7 +25,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract import defaults
-from extract.errors import InputError, LayertapError, LockedError
+from extract.errors import InputError, LayertapError, LockedError, system_errors_as
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.layout import ROW_DATA
@@ -85,10 +85,8 @@ class ShardWriter:
         self._part = part = dataset.path(shard, revision, part=True)
         self._final = dataset.path(shard, revision)
         self._sync_s, self._synced, self._beside = sync_s, time.monotonic(), beside
-        try:
+        with system_errors_as(f"{part} cannot be opened"):
             self._file = open_own(part, os.O_RDWR)
-        except OSError as error:
-            raise LayertapError(f"{part} cannot be opened: {error.strerror}") from error
         try:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock that HDF5 takes, too
@@ -151,10 +149,8 @@ class ShardWriter:
         """Reset rows, relative to the shard, to pending."""
         self.flush()
         self.status[rows] = Status.PENDING
-        try:
+        with system_errors_as(f"cannot write to {self._part}"):
             self._put("/status", rows, self.status[rows])
-        except OSError as error:
-            raise LayertapError(f"cannot write to {self._part}: {error.strerror}") from error
 
     def column(self, name: str) -> NDArray[Any]:
         """See `Shard.column`."""

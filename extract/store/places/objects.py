@@ -107,12 +107,11 @@ def names(url: str) -> dict[str, int]:
         fs, path = _at(url)
         start = f"{path.rstrip('/')}/"
         found = fs.find(path, detail=True, **_limit(1 << 30))  # a million names take thousands of requests
-        objects = {name: int(entry["size"]) for name, entry in found.items() if entry.get("type", "file") == "file"}
         # A name that ends with a slash is a folder, which consoles and some programs create.
         return {
-            name.removeprefix(start): size
-            for name, size in objects.items()
-            if name.startswith(start) and not name.endswith("/")
+            name.removeprefix(start): int(entry["size"])
+            for name, entry in found.items()
+            if entry.get("type", "file") == "file" and name.startswith(start) and not name.endswith("/")
         }
 
     try:

@@ -26,7 +26,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError, LayertapError, system_errors_as
 from extract.store.format.layout import ROW_DATA, read_layout
 from extract.store.format.shard import Shard
 from extract.store.places import objects
@@ -35,6 +35,7 @@ from extract.system.atomic_files import discard, flush_to_disk, is_temporary, re
 __all__ = ["CACHE_BYTES", "RemoteFile", "ShardCache", "cache_folder"]
 
 CACHE_BYTES = 10_000_000_000
+_OTHER_FOLDER = "set XDG_CACHE_HOME to another folder"
 _HEAD_BYTES = 1 << 20  # read first: the user block, and usually the structure of the file
 _NAME = re.compile(r"[0-9a-f]{40}\.(h5|rows)(\.lock)?", re.ASCII)
 
@@ -88,18 +89,13 @@ class ShardCache:
 
     def __init__(self, cache_bytes: int = CACHE_BYTES):
         self.cache_bytes, self.folder = int(cache_bytes), cache_folder()
-        try:
+        with system_errors_as(f"{self.folder}, for copies of shards of buckets, cannot be used", _OTHER_FOLDER):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.folder.stat()
             if status.st_uid != os.geteuid() or status.st_mode & 0o022:
                 raise PermissionError(errno.EPERM, "other users can write to it")
             if not os.access(self.folder, os.W_OK):
                 raise PermissionError(errno.EROFS, "it is read-only")
-        except OSError as error:
-            raise LayertapError(
-                f"{self.folder}, for copies of shards of buckets, cannot be used: {error.strerror}",
-                hint="set XDG_CACHE_HOME to another folder",
-            ) from error
 
     def __reduce__(self) -> tuple[object, ...]:
         return ShardCache, (self.cache_bytes,)
@@ -116,13 +112,9 @@ class ShardCache:
             LayertapError: the object is gone or does not match its receipt, the store does not answer, or there is no
                 disk space.
         """
-        try:
+        what = f"{file.url} ({file.size / 1e6:,.1f} MB) cannot be copied to {self.folder}"
+        with system_errors_as(what, f"free disk space, or {_OTHER_FOLDER}"):
             return self._open(file, with_features)
-        except OSError as error:
-            raise LayertapError(
-                f"{file.url} ({file.size / 1e6:,.1f} MB) cannot be copied to {self.folder}: {error.strerror or error}",
-                hint="free disk space, or set XDG_CACHE_HOME to another folder",
-            ) from error
 
     def _open(self, file: RemoteFile, with_features: bool) -> Shard:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.errors import InputError, LayertapError
+from extract.errors import InputError, LayertapError, system_errors_as
 from extract.store.format.dataset import DataSet
 from extract.store.format.kept_axes import keep_axes
 from extract.store.format.receipt import read_receipt, reasons_in, receipt_bytes, receipt_of, size_and_hash
@@ -57,7 +57,7 @@ class SharedFolder:
         """
         shared = replace(dataset, out=self.out)
         description = self.out / "dataset.json"
-        try:
+        with system_errors_as(f"cannot write to {self.out}"):
             if self.out.exists():
                 check_own_folders(self.out)
             while True:
@@ -83,8 +83,6 @@ class SharedFolder:
                     discard(temporary)
             for leftover in self.out.glob(f"{description.name}.*.new"):  # left by a killed worker
                 discard(leftover)
-        except OSError as error:
-            raise LayertapError(f"cannot write to {self.out}: {error.strerror}") from error
         self.clean()
         return existing
 
