@@ -70,8 +70,8 @@ MUTATIONS = (
     ),
     Mutation(
         "The second forward keeps the record of the first.",
-        "        self.forward = ModelCall(record,",
-        "        self.forward = self.forward or ModelCall(record,",
+        "        self.forward = ModelCall(self._new_record(calls),",
+        "        self.forward = self.forward or ModelCall(self._new_record(calls),",
         ("test_a_layer_that_did_not_run_raises_and_does_not_answer_with_old_values",),
     ),
     Mutation(
@@ -496,8 +496,8 @@ MUTATIONS = (
     ),
     Mutation(
         "An error of a write to a new HDF5 file is forgotten.",
-        "                self.error = error\n            else:\n                content, start",
-        "                return wanted\n            else:\n                content, start",
+        "        raw.close()\n    if raw.error is not None:\n",
+        "        raw.close()\n    if False:\n",
         ("test_each_failed_write_of_a_new_shard_is_an_error", "test_each_failed_write_of_an_export_is_an_error"),
     ),
     Mutation(

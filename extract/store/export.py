@@ -231,8 +231,6 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
     texts |= {variables[name]: each for name, each in reader.columns.items() if not isinstance(each, np.ndarray)}
     shapes = {name: reader[name].shape[1:] or (1,) for name in names}
     dtypes = {name: reader[name].dtype if reader[name].dtype.kind == "i" else np.dtype(np.float32) for name in names}
-    row_bytes = {name: dtypes[name].itemsize * math.prod(shape) for name, shape in shapes.items()}
-    rows = {name: max(1, min(n_rows, (1 << 20) // row_bytes[name])) for name in names}
     with _matlab_file(path) as file:
         _write_texts(file, texts)
         _set_matlab_class(file.create_dataset("labels", data=reader.labels[None].astype(np.float64) + 1), "double")
@@ -240,7 +238,8 @@ def _to_mat(reader: FeatureReader, path: Path, names: Sequence[str], on_rows: _O
             _set_matlab_class(file.create_dataset(name, data=column[None].astype(np.float64)), "double")
         _set_matlab_class(file.create_dataset("status", data=reader.status[None]), "uint8")
         for name, shape in shapes.items():
-            chunks = (*shape[::-1], rows[name])
+            row_bytes = dtypes[name].itemsize * math.prod(shape)
+            chunks = (*shape[::-1], max(1, min(n_rows, (1 << 20) // row_bytes)))
             data = file.create_dataset(variables[name], (*shape[::-1], n_rows), dtypes[name], chunks=chunks)
             _set_matlab_class(data, "single" if dtypes[name].kind == "f" else dtypes[name].name)
         for start, stop, block in _blocks(reader):

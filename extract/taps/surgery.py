@@ -126,6 +126,7 @@ class Surgery:
         self._stand_ins = StandIns()
         # Memory of a tensor that lacks an edit which the model may expect there; no other has its number meanwhile.
         self._left: dict[int, tuple[Site, StorageWeakRef]] = {}
+        # Tensors whose gradients are watched in this forward, by their ids.
         self._watched: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         capture.on_end.append(self._end)
         capture.on_let_go.append(self._let_go)
@@ -283,7 +284,8 @@ class Surgery:
         # A hook on a leaf would outlive this forward. A hook on a view is lost when the view is written to in place.
         # A tensor that a layer returns unchanged, from its input or from a layer inside it, has other readers. So may
         # one of several outputs: an LSTM cell computes its output from its cell state.
-        is_safe = not (tensor.is_leaf or tensor._is_view() or is_one_of_several or self._is_watched(tensor))
+        is_watched = self._watched.get(id(tensor)) is tensor
+        is_safe = not (tensor.is_leaf or tensor._is_view() or is_one_of_several or is_watched)
         if is_safe and not any(tensor is given for _, given in tensors_in(call.arguments)):
             return tensor
         copy = copied(tensor)
@@ -358,10 +360,6 @@ class Surgery:
             return None
         watch(self.listener)
         return self._stand_ins.add(site, given, tensor, follows=follows)
-
-    def _is_watched(self, tensor: Tensor) -> bool:
-        """Whether the gradient of this tensor is watched in this forward."""
-        return self._watched.get(id(tensor)) is tensor
 
     def _on_gradient(self, tensor: Tensor, requests: list[tuple[Site, Requested]]) -> None:
         """Register a hook that edits and keeps the gradient of a tensor while the block is open."""

@@ -131,7 +131,8 @@ class _CheckedFile(Seekable):
         """See `io.RawIOBase`; after an error, nothing is written."""
         content = memoryview(buffer).cast("B")
         wanted, start = len(content), self._position
-        while content and (count := self._called(os.pwrite, content, start)):
+        while content and self.error is None:
+            count = self._called(os.pwrite, content, start) or 0
             content, start = content[count:], start + count
         self._position += wanted
         self._size = max(self._size, self._position)
