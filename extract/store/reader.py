@@ -141,7 +141,6 @@ class FeatureReader:
             [len(selection.rows) for selection in self._selections],
         )
         self._unverified = np.ones(len(self), np.bool_) if check else None
-        self._rows = [selection.rows for selection in self._selections]
 
     def __len__(self) -> int:
         return len(self._index)
@@ -163,7 +162,7 @@ class FeatureReader:
     @cached_property
     def rows(self) -> NDArray[np.int64]:
         """(N,) int64, row of the data set for each row: 0 to N - 1, except for a single shard or with `partial`."""
-        return _frozen(np.concatenate([np.empty(0, np.int64), *self._rows]))
+        return _frozen(np.concatenate([np.empty(0, np.int64), *(selection.rows for selection in self._selections)]))
 
     @property
     def paths(self) -> Sequence[str]:

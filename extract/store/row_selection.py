@@ -35,6 +35,7 @@ __all__ = ["OpenShards", "OpenedDataSet", "RowSelection", "ShardFile", "open_sel
 
 T = TypeVar("T")
 
+_REPAIR = "run `layertap sync` to repair the data set"
 _ATTEMPTS = 5  # to read a data set while new versions are published
 # A data set of more shards is opened shard by shard, on first use: an open shard takes 2 ms, 90 KB and a file handle.
 # Of others, damage is reported before any work is done. A missing shard is an error at once, always.
@@ -325,9 +326,7 @@ def read_one_version(
                 raise
         except FileNotFoundError as error:
             if _is_current(dataset, shards):
-                raise InputError(
-                    f"{error.filename} is missing", hint="run `layertap sync` to repair the data set"
-                ) from error
+                raise InputError(f"{error.filename} is missing", hint=_REPAIR) from error
     raise LockedError(f"{out} was changed {_ATTEMPTS} times while it was read", hint="run again")
 
 
@@ -356,24 +355,18 @@ def _select_from_version(dataset: DataSet, partial: bool, open_shards: OpenShard
     for number, pass_dataset in zip(dataset.version.passes, passes, strict=True):
         start, stop = np.searchsorted(table.passes, [number, number + 1]).tolist()
         rows = table.rows[start:stop]
-        shard_files = pass_dataset.shard_files()
-        last_shard = int(rows[-1]) // pass_dataset.shard_rows if len(rows) else -1
-        if last_shard >= len(shard_files):
-            raise InputError(
-                f"{pass_dataset.out} has no shard {last_shard}", hint="run `layertap sync` to repair the data set"
-            )
-        for shard in range(last_shard + 1):
-            shard_start, n_rows = pass_dataset.shard_range(shard).start, len(pass_dataset.shard_range(shard))
-            first, last = (start + np.searchsorted(rows, [shard_start, shard_start + pass_dataset.shard_rows])).tolist()
+        if len(rows) and rows[-1] >= pass_dataset.n_rows:
+            raise InputError(f"{pass_dataset.out} has no row {rows[-1]}, to which the version refers", hint=_REPAIR)
+        for shard, files in enumerate(pass_dataset.shard_files()):
+            of_shard = pass_dataset.shard_range(shard)
+            first, last = (start + np.searchsorted(rows, [of_shard.start, of_shard.stop])).tolist()
             if first == last:
                 continue
-            path = pass_dataset.path(shard, shard_files[shard].published or 0)
+            path = pass_dataset.path(shard, files.published or 0)
             file = _finished(pass_dataset, shard, path, open_shards, at_once)
-            chosen = table.rows[first:last] - shard_start
-            if chosen[-1] >= n_rows:
-                raise InputError(f"{path} has no row {chosen[-1]}, to which the version refers")
+            chosen = table.rows[first:last] - of_shard.start
             names = table.part(slice(first, last))
-            all_rows = len(chosen) == n_rows and bool((chosen == np.arange(n_rows)).all())
+            all_rows = np.array_equal(chosen, np.arange(len(of_shard)))
             yield RowSelection(file, range(first, last), None if all_rows else chosen, names)
 
 

@@ -21,7 +21,7 @@ import contextlib
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -178,7 +178,8 @@ class Capture:
 
     Args:
         root: the model, without wrappers.
-        new_record: returns an empty record; receives `ModelCall.calls`.
+        explain: see `Record`; receives `ModelCall.calls`.
+        requested: see `Record`.
         to_keep: (layer, what) -> number of calls kept in a whole forward. After all of them, a forward that was called
             by `run_until_kept` ends. None: forwards run to their end.
         on_record: see `Taps`.
@@ -196,14 +197,16 @@ class Capture:
     def __init__(
         self,
         root: nn.Module,
-        new_record: Callable[[Counter[int | str]], Record],
+        explain: Callable[[Counter[int | str], str], str | None],
+        requested: Sequence[Requested],
         to_keep: Counter[tuple[str, What]] | None,
         on_record: Callable[[Record], None] | None,
         copy_out: CopyOut,
         has_other_callers: bool,
         unheard: Callable[[], contextlib.AbstractContextManager[None]],
     ):
-        self._root, self._new_record, self._to_keep, self._on_record = root, new_record, to_keep, on_record
+        self._root, self._explain, self._requested = root, explain, requested
+        self._to_keep, self._on_record = to_keep, on_record
         self._copy_out, self._has_other_callers = copy_out, has_other_callers
         self.scope = Scope(unheard)
         self._points: dict[int, Point] = {}
@@ -322,7 +325,8 @@ class Capture:
         self.hand_on()
         self.let_go()
         calls: Counter[int | str] = Counter()
-        self.forward = ModelCall(self._new_record(calls), caller, calls, len(self._to_keep or ()))
+        record = Record(partial(self._explain, calls), self._requested)
+        self.forward = ModelCall(record, caller, calls, len(self._to_keep or ()))
 
     def _is_inside_forward(self) -> bool:
         """Whether the running forward is among the callers of this function; another one was interrupted."""

@@ -52,7 +52,7 @@ class FunctionCalls:
     def __init__(
         self, capture: Capture, surgery: Surgery, layers: Mapping[str, nn.Module], requests: Sequence[Requested]
     ):
-        self._capture, self._surgery, self._layers, self._requests = capture, surgery, layers, requests
+        self._capture, self._surgery, self._layers = capture, surgery, layers
         # Layer -> requests for its functions, and for its attention.
         self._functions_of: dict[str, list[Requested]] = {}
         self._attentions_of: dict[str, list[Requested]] = {}

@@ -39,6 +39,7 @@ __all__ = [
     "operation_name",
     "unwatch",
     "unwatched",
+    "version_of",
     "watch",
     "write_into",
     "written_by",
@@ -90,14 +91,14 @@ class _Watch(TorchFunctionMode):
         for listener in self.listeners:
             listener.before_call(func, args, kwargs)
         written = written_by(func, args, kwargs)
-        writes = [(tensor, _version(tensor), self.before_write(Write(tensor))) for tensor in written]
+        writes = [(tensor, version_of(tensor), self.before_write(Write(tensor))) for tensor in written]
         result = func(*args, **kwargs)
         for listener in self.listeners:
             if listener.on_call is not None:
                 result = listener.on_call(func, args, kwargs, result)
         for tensor, version, actions in writes:
             # `dropout(x, training=False, inplace=True)` writes nothing.
-            if version is None or version != _version(tensor):
+            if version is None or version != version_of(tensor):
                 for action in actions:
                     action()
         return result
@@ -152,8 +153,8 @@ def write_into(tensor: Tensor, values: Tensor) -> None:
         tensor.copy_(values)
 
 
-def _version(tensor: Tensor) -> int | None:
-    """Return the version of a tensor, which each write changes; None in inference mode."""
+def version_of(tensor: Tensor) -> int | None:
+    """Return the version of a tensor, which each write changes; None in inference mode, which counts no writes."""
     return None if tensor.is_inference() else tensor._version
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from extract.errors import LayertapError
 from extract.taps.copies import overlaps_itself
-from extract.taps.functions import Write, follow_write
+from extract.taps.functions import Write, follow_write, version_of
 from extract.taps.record import Site
 from extract.taps.torch_internals import StorageWeakRef, is_shared, memory_of
 
@@ -150,9 +150,7 @@ class StandIn:
 
     def _versions_now(self) -> list[int | None]:
         """Return the versions of both tensors, which each write changes; None if it is gone, or in inference mode."""
-        return [
-            None if tensor is None or tensor.is_inference() else tensor._version for tensor in (self.given, self.tensor)
-        ]
+        return [None if tensor is None else version_of(tensor) for tensor in (self.given, self.tensor)]
 
     def copy(self, write: Write, to_given: bool) -> None:
         """Give the replaced tensor the values of the stand-in, whose memory was written to; or the other way round."""

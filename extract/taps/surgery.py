@@ -28,7 +28,7 @@ from extract.taps.capture import UNKNOWN, Call, Capture, CopyOut, Point, copy_ou
 from extract.taps.copies import copied, edited_by, overlaps_itself
 from extract.taps.functions import Listener, Write, follow_write, operation_name, unwatch, unwatched, watch, write_into
 from extract.taps.nested import Path, is_several, map_tensors, tensors_in, unread
-from extract.taps.record import Record, Requested, Site, has_prefix
+from extract.taps.record import Requested, Site, has_prefix
 from extract.taps.scope import frames_of, in_backward, is_simple
 from extract.taps.stand_ins import StandIn, StandInError, StandIns, originals, stands_in
 from extract.taps.torch_internals import (
@@ -441,7 +441,7 @@ def _references_of_new_output() -> int:
         return output
 
     probe = nn.ReLU()
-    capture = Capture(probe, lambda calls: Record(lambda text: None), None, None, copy_out, True, unwatched)
+    capture = Capture(probe, lambda calls, text: None, (), None, None, copy_out, True, unwatched)
     capture.point(probe).on_return.append(partial(step, None))
     capture.register()
     with unwatched():

@@ -262,13 +262,10 @@ class Taps:
         # A record may be pickled, and must not keep what a `reduce` holds alive.
         requested = [dataclasses.replace(request, reduce=None) for request in self._requests if request.edit is None]
         why_absent = weakref.WeakMethod(self._why_absent)  # a record may be kept for long, and the model not as long
-
-        def new_record(calls: Counter[int | str]) -> Record:
-            return Record(lambda text: why(calls, text) if (why := why_absent()) else None, requested)
-
         capture = Capture(
             self._layers[""],
-            new_record,
+            lambda calls, text: why(calls, text) if (why := why_absent()) else None,
+            requested,
             self._to_keep if self._stop else None,
             self._on_record,
             self._copy_out,

@@ -416,13 +416,12 @@ def _append_csv(path: Path, rows: Rows) -> None:
     if not rows:
         return
     columns = list(rows[0])
-    is_new = not path.exists() or path.stat().st_size == 0
-    if not is_new:
-        with path.open(encoding="utf-8") as file:
-            if file.readline().rstrip("\n") != ",".join(columns):
-                raise InputError(f"{path} already exists, with other columns", hint="name another file")
-    with path.open("a", encoding="utf-8", newline="") as file:
+    with path.open("a+", encoding="utf-8", newline="") as file:  # it writes at the end, wherever it has read
+        file.seek(0)
+        head = file.readline()
+        if head and head.rstrip("\r\n") != ",".join(columns):
+            raise InputError(f"{path} already exists, with other columns", hint="name another file")
         writer = csv.DictWriter(file, columns, lineterminator="\n")
-        if is_new:
+        if not head:
             writer.writeheader()
         writer.writerows({name: safe_cell(value) for name, value in row.items()} for row in rows)

@@ -105,9 +105,8 @@ class ShardWriter:
             os.close(self._file)
             raise
         self._offsets, self._paths = self._shard.offsets, self._shard.column("path")
-        self._features = {feature.name: feature for feature in self._shard.features}
         # Worked out once: no batch needs the modules of layouts and types, unless its features are encoded.
-        self._kept = {name: (feature.kept_shape, feature.kept_dtype) for name, feature in self._features.items()}
+        self._kept = {each.name: (each.kept_shape, each.kept_dtype) for each in self._shard.features}
         self._encoded = {each.name: each.dtype for each in self._shard.features if each.dtype != each.value_dtype}
         self.first_row = self._shard.identity.first_row
         self.status: NDArray[np.uint8] = self._shard.column("status")
@@ -178,8 +177,8 @@ class ShardWriter:
             ValueError: a feature is missing, or does not have the file's shape or dtype.
             LayertapError: the previous batch could not be written; neither batch is stored.
         """
-        if features.keys() != self._features.keys() and not (self._beside and features.keys() < self._features.keys()):
-            raise ValueError(f"got features {sorted(features)}, expected {sorted(self._features)} as in the file")
+        if features.keys() != self._kept.keys() and not (self._beside and features.keys() < self._kept.keys()):
+            raise ValueError(f"got features {sorted(features)}, expected {sorted(self._kept)} as in the file")
         types = {name: dtype for name, dtype in self._encoded.items() if name in features}
         features = dict(features) | {name: encoded(features[name], dtype) for name, dtype in types.items()}
         for name, values in features.items():
@@ -223,7 +222,7 @@ class ShardWriter:
         # Runs in the writing thread, so the origins are stored unless their write failed. `flush` raises that error.
         if (self.status[origins] == Status.PENDING).any():
             return
-        features = {name: self._shard.take(name, origins) for name in self._features}
+        features = {name: self._shard.take(name, origins) for name in self._kept}
         reasons = {
             row: self._reasons[origin]
             for row, origin in zip((local + self.first_row).tolist(), (origins + self.first_row).tolist(), strict=True)
