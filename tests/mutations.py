@@ -242,8 +242,8 @@ MUTATIONS = (
     ),
     Mutation(
         "A second copy of an image in a batch gets no features.",
-        "        features = {name: self._shard.take(name, origins) for name in self._features}\n",
-        "        features = {name: 0 * self._shard.take(name, origins) for name in self._features}\n",
+        "        features = {name: self._shard.take(name, origins) for name in self._kept}\n",
+        "        features = {name: 0 * self._shard.take(name, origins) for name in self._kept}\n",
         ("test_the_same_bytes_are_computed_once_and_stored_twice",),
     ),
     Mutation(
