@@ -204,8 +204,9 @@ class FeatureArray:
     def forget(self, start: int, stop: int) -> None:
         """Release memory-mapped pages of rows that were read; the file stays in the kernel's cache."""
         for shard_index, first, last in self._index.ranges_between(start, stop):
-            if self._index.chosen[shard_index] is None and self._index.files[shard_index].is_open:
-                self._index.files[shard_index].shard.forget(self._feature.name, first, last)
+            opened = self._index.files[shard_index].opened
+            if opened is not None and self._index.chosen[shard_index] is None:
+                opened.forget(self._feature.name, first, last)
 
     def between(self, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Return (stop - start, *shape), neighbouring rows, all in range; in `out` if it is given."""

@@ -72,8 +72,8 @@ class OpenShards:
         with contextlib.suppress(KeyError):  # another thread has closed the last one
             while len(self._open) >= self._limit:
                 first, _ = self._open.popitem(last=False)
-                first.hold(None)
-        file.hold(shard)  # before another thread may close it
+                first.opened = None
+        file.opened = shard  # before another thread may close it
         self._open[file] = None
         return shard
 
@@ -95,13 +95,16 @@ class ShardFile:
         read: opens the shard; picklable.
         open_shards: the shards of the reader.
         opened: the shard if it is to stay open, because a process writes to its file.
+
+    Attributes:
+        opened: the shard while it is open; without this, it is closed as soon as no array and no other thread uses it.
     """
 
     def __init__(
         self, name: str, n_rows: int, read: Callable[[], Shard], open_shards: OpenShards, opened: Shard | None = None
     ):
-        self.name, self.n_rows = name, n_rows
-        self._shard, self._read, self._open_shards = opened, read, open_shards
+        self.name, self.n_rows, self.opened = name, n_rows, opened
+        self._read, self._open_shards = read, open_shards
 
     @property
     def shard(self) -> Shard:
@@ -111,37 +114,27 @@ class ShardFile:
             InputError: the shard is damaged, of another data set, or no longer exists.
             LayertapError: the reader is closed, or the file cannot be read.
         """
-        return self._shard or self._open_shards.open(self, self._read)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the shard is open now."""
-        return self._shard is not None
-
-    def hold(self, shard: Shard | None) -> None:
-        """Keep a shard open until `hold(None)`, which closes it as soon as no array and no other thread uses it."""
-        self._shard = shard
+        return self.opened or self._open_shards.open(self, self._read)
 
     def close(self) -> None:
         """Close the file for good."""
         self._open_shards.close()
-        if self._shard is not None:
-            self._shard.close()
+        if self.opened is not None:
+            self.opened.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_shard": None}
+        return {**vars(self), "opened": None}
 
 
 def _most_open_shards() -> int:
     """Return how many more shards may be open, after the limit of open files was raised as far as permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = 2 * _MOST if hard == resource.RLIM_INFINITY else min(2 * _MOST, hard)
-    if soft != resource.RLIM_INFINITY and soft < limit:
+    soft = limit if soft == resource.RLIM_INFINITY else soft
+    if soft < limit:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
             soft = limit
-    if soft == resource.RLIM_INFINITY:
-        return _MOST
     try:
         count = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     except OSError:  # macOS

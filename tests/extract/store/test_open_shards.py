@@ -167,7 +167,7 @@ def test_a_shard_that_another_thread_closes_at_once_does_not_stay_open() -> None
     shards = Interrupted(1)
     first, second = (ShardFile(name, 1, read=lambda: object(), open_shards=shards) for name in "ab")  # type: ignore[arg-type,return-value]
     assert first.shard
-    assert [first.is_open, second.is_open] == [False, True]
+    assert [first.opened is not None, second.opened is not None] == [False, True]
 
 
 # Counts of rows, against counts of h5py
