@@ -520,7 +520,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Shards stay open above the limit of open files.",
-        "            first.hold(None)",
+        "            first.opened = None",
         "            pass",
         ("test_the_shard_that_was_opened_first_is_closed_at_the_limit",),
     ),
