@@ -256,8 +256,8 @@ def _write_texts(file: h5py.File, texts: Mapping[str, Sequence[str]]) -> None:
         data = file.create_dataset(name, (longest, len(values)), np.uint16)
         _set_matlab_class(data, "char")
         data.attrs["MATLAB_int_decode"] = np.int32(2)
-        for start in range(0, len(values), _ROWS_AT_ONCE):
-            encoded = list(map(_utf16, values[start : start + _ROWS_AT_ONCE]))
+        for start in range(0, len(values), 10_000):
+            encoded = list(map(_utf16, values[start : start + 10_000]))
             padded = b"".join(text + b" \0" * (longest - len(text) // 2) for text in encoded)
             data[:, start : start + len(encoded)] = np.frombuffer(padded, "<u2").reshape(-1, longest).T
 

@@ -97,7 +97,7 @@ class ShardFile:
         opened: the shard if it is to stay open, because a process writes to its file.
 
     Attributes:
-        opened: the shard while it is open; without this, it is closed as soon as no array and no other thread uses it.
+        opened: the shard while it is held open; with None, it closes as soon as no array and no other thread uses it.
     """
 
     def __init__(

@@ -198,6 +198,8 @@ class Taps:
         """Return the requests of one call of `keep` or `edit`, one per layer, without `reduce` and `edit`."""
         if self._is_open:
             raise LayertapError("call keep and edit before the `with` block starts")
+        if what not in get_args(What):
+            raise unknown_name("what", what, get_args(What))
         asked: list[Any] = [layers]
         if not isinstance(layers, type | Site | str):
             with contextlib.suppress(TypeError):
@@ -218,14 +220,14 @@ class Taps:
             else:
                 raise InputError(f"expected names, globs or types of layers, got {type(layer).__name__}")
         for request in requests:
-            if request.what not in get_args(What):
-                raise unknown_name("what", request.what, get_args(What))
             if request.layer in self._layers:
                 self._check_open_to_hooks(request.layer)
         return requests
 
     def _matches(self, pattern: str, call: int | None, path: tuple[str, ...], what: str) -> list[Requested]:
         """Return a request for each layer, or parameter, that a name or glob means."""
+        if what not in get_args(What):
+            raise unknown_name("what", what, get_args(What))
         layer, slash, operation = pattern.partition("/")
         if slash and what in ("input", "grad_input", "attention"):
             raise InputError(f"{pattern!r}: only outputs and gradients of a function without a module are available")
@@ -259,9 +261,9 @@ class Taps:
         if self._stop and any(request.what in ("grad", "grad_input") for request in self._requests):
             raise InputError("gradients need complete forwards", hint="do not set stop=True")
         self._edited.clear()
-        # A record may be pickled, and must not keep what a `reduce` holds alive.
+        # A record may be pickled, or kept for long: it must keep neither the model alive, nor what a `reduce` holds.
         requested = [dataclasses.replace(request, reduce=None) for request in self._requests if request.edit is None]
-        why_absent = weakref.WeakMethod(self._why_absent)  # a record may be kept for long, and the model not as long
+        why_absent = weakref.WeakMethod(self._why_absent)
         capture = Capture(
             self._layers[""],
             lambda calls, text: why(calls, text) if (why := why_absent()) else None,
