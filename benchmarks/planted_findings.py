@@ -1,6 +1,6 @@
 """What `layertap findings` finds of duplicates and wrong labels that were planted, beside imagededup and cleanlab.
 
-    python -m benchmarks.planted_findings CIFAR_FOLDER RESULT.json
+    python -m benchmarks.planted_findings duplicates|labels CIFAR_FOLDER RESULT.json
 
 CIFAR_FOLDER has folders of classes, as `layertap embed` reads them. Duplicates: 100 pictures of each kind are planted
 among 5,000. Found is a planted picture that is in one group with its original; false are pictures in groups without a
@@ -174,13 +174,14 @@ def wrong_labels(source: Path, folder: Path) -> list[dict[str, Any]]:
 def main() -> None:
     """Measure, print, and write the result."""
     arguments = parser(__doc__)
+    arguments.add_argument("what", choices=("duplicates", "labels"))
     arguments.add_argument("cifar", type=Path)
     arguments.add_argument("result", type=Path)
     given = arguments.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        result = {"duplicates": duplicates(given.cifar, Path(name))}
-        print(json.dumps(result["duplicates"], indent=1), flush=True)
-        result["labels"] = wrong_labels(given.cifar, Path(name))
+        measure: Callable[[Path, Path], Any] = duplicates if given.what == "duplicates" else wrong_labels
+        result = measure(given.cifar, Path(name))
+    print(json.dumps(result, indent=1))
     given.result.write_text(json.dumps(result, indent=1))
 
 

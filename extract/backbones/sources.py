@@ -16,7 +16,7 @@ from extract import defaults
 from extract.backbones import from_hf, from_open_clip, from_timm, from_torchvision, user_code
 from extract.backbones.backbone import Entry, LoadedBackbone, LoadRequest, TextTower, quiet
 from extract.backbones.weights import WEIGHTS_FILES, WeightsFile
-from extract.errors import LayertapError, UnknownNameError, unknown_name
+from extract.errors import InputError, LayertapError, UnknownNameError, unknown_name
 
 __all__ = [
     "SOURCES", "BackboneSource", "Entry", "SourceListing", "describe", "list_sources", "match_specs", "unknown_spec",
@@ -196,11 +196,13 @@ def describe(spec: str, built: bool = True) -> Entry:
         built: whether to build the model, without weights, for its number of parameters and its width.
 
     Raises:
+        InputError: backbones of this source cannot be described before they are loaded.
         LayertapError: a library is missing, or a configuration cannot be read.
     """
     source, _, name = spec.partition("/")
     describe_spec = SOURCES[source].describe
-    assert describe_spec is not None  # sources without descriptions have no names
+    if describe_spec is None:
+        raise InputError(f"{spec}: backbones of {source}/ cannot be described before they are loaded")
     with warnings.catch_warnings(), quiet():
         warnings.simplefilter("ignore")
         return describe_spec(spec, name, built)

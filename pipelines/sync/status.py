@@ -116,7 +116,7 @@ def describe_run(run: dict[str, Any]) -> str:
     """Return what a pass did, as one line."""
     if run.get("event") == "failed":
         return f"FAILED after {run['seconds']:.1f} s: {run.get('error', '')}"
-    if run.get("stopped"):
+    if run.get("stopped") or run.get("event") == "stopped":
         return f"stopped after {run.get('seconds', 0):.1f} s; the next pass continues"
     names = ("added", "changed", "renamed", "deleted")
     changes = ", ".join(f"{run[name]:,} {name}" for name in names if run.get(name)) or "nothing new"
