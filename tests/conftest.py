@@ -113,7 +113,7 @@ def few_strengths(monkeypatch: pytest.MonkeyPatch) -> None:
     from extract.analysis.probe import protocols
 
     compare_all, three = protocols._compare_all, np.logspace(-4, 0, 3)
-    monkeypatch.setattr(protocols, "_coarse_to_fine", lambda compare: compare_all(compare, three))
+    monkeypatch.setattr(protocols, "_coarse_to_fine", lambda compare, **_: compare_all(compare, three))
 
 
 # Preprocessing for tests that need a network and not its pictures: its forward takes a sixth of the time.

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import pad, softplus
 
 from extract.analysis.probe.feature_matrix import FeatureRows, moments
 from extract.compute.principal_axes import RowBlocks, principal_axes, too_large
@@ -41,6 +41,7 @@ _TOLERANCE = 1e-6  # stop if the next step promises at most this share of the ga
 # tenth or a `val` split run to their tolerance: they are compared with scikit-learn to 0.005 of a probability.
 _SETTLED_STEPS = 50  # consecutive small steps on separated rows after which predictions have settled
 _SMALL_GAIN = 1e-6  # upper limit of the gain of a small step, in nats per row
+_MOST_DONE = 0.125  # share of converged fits that are evaluated still: leaving fits out copies the history
 _HISTORY = 10  # steps used to estimate the curvature, as in scikit-learn
 _VECTORS = 4 * _HISTORY + 12  # vectors of variables needed per strength; the history is copied at times
 _BLOCK_BYTES = 4 << 20  # of scores computed at once: about the size of a core's cache
@@ -237,12 +238,11 @@ class _Problem:
     def left_out_scores(self, variables: Tensor, scales: Tensor, folds: Tensor, n_folds: int) -> Tensor:
         """Return the scores (S, R, N, K) of each row by the fit without its fold; see `LogisticRegression`."""
         draws, k = folds.shape[1], self.n_outputs
-        flat, shift = self._weights_and_biases(variables, scales)
-        flat, shift = flat.flatten(0, 1), shift.flatten()
+        flat = self.features.for_blocks(self._scaled(variables, scales)).flatten(0, 1)
         n_strengths = len(variables) // (n_folds * draws)
         result = torch.zeros(n_strengths, draws, self.count, k, device=self.device)
         for start, block in self.features.blocks(_LEAST_ROWS):
-            scores = torch.addmm(shift, block, flat.T).view(-1, n_strengths, n_folds, draws, k)
+            scores = (block @ flat.T).view(-1, n_strengths, n_folds, draws, k)
             own = folds[start : start + len(block)]
             index = own.clamp(min=0)[:, None, None, :, None].expand(-1, n_strengths, 1, -1, k)
             own_scores = scores.gather(2, index)[:, :, 0] * (own >= 0)[:, None, :, None]
@@ -251,58 +251,40 @@ class _Problem:
 
     def solution(self, variables: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights (M, K, D) and biases (M, K) for the features as given."""
-        weights, biases = self._scaled(variables, scales)
-        weights = self.features.along(weights)
-        return weights, biases - (weights.double() @ self.features.mean.double()).float()
+        scaled = self._scaled(variables, scales)
+        weights = self.features.along(scaled[..., :-1])
+        return weights, scaled[..., -1] - (weights.double() @ self.features.mean.double()).float()
 
-    def separates(self, variables: Tensor, objectives: Tensor, scales: Tensor, penalty: Tensor) -> Tensor:
+    def separates(self, losses: Tensor) -> Tensor:
         """Return whether (M,) the losses of all rows add up to less than log 2, the loss of a row on the boundary."""
-        weights, _ = self._scaled(variables, scales)
-        losses = objectives - penalty * weights.flatten(1).square().sum(1, dtype=torch.float64) / 2
         return losses * self.count < math.log(2) * self.least_weight
 
-    def _scaled(self, variables: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights (M, K, R) along the axes, and biases (M, K) at the mean of the features."""
-        scaled = variables.view(len(variables), self.n_outputs, -1) * scales[:, None, :]
-        return scaled[..., :-1], scaled[..., -1]
+    def _scaled(self, variables: Tensor, scales: Tensor) -> Tensor:
+        """Return (M, K, R + 1): weights along the axes, and biases at the mean of the features."""
+        return variables.view(len(variables), self.n_outputs, -1) * scales[:, None, :]
 
-    def _weights_and_biases(self, variables: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights (M, K, R or D) and biases (M, K) for the blocks of the features."""
-        weights, biases = self._scaled(variables, scales)
-        if self.features.held is not None:
-            return weights, biases
-        weights = self.features.along(weights)
-        return weights, biases - weights @ self.features.mean
-
-    def evaluate(self, variables: Tensor, scales: Tensor, penalty: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the objectives (M,) float64 and their gradients (M, V) in one pass over the rows."""
+    def evaluate(self, variables: Tensor, scales: Tensor, penalty: Tensor, fold: Tensor) -> tuple[Tensor, ...]:
+        """Compute in one pass over the rows the objectives and their mean losses (M,) float64, and gradients (M, V)."""
         n, k = len(variables), self.n_outputs
-        along_axes, _ = self._scaled(variables, scales)
-        weights, biases = self._weights_and_biases(variables, scales)
-        flat, shift = weights.flatten(0, 1), biases.flatten()
+        scaled = self._scaled(variables, scales)
+        flat = self.features.for_blocks(scaled).flatten(0, 1)
         losses = torch.zeros(n, dtype=torch.float64, device=self.device)
-        by_weights, by_biases = torch.zeros_like(flat), torch.zeros_like(shift)
+        by_flat = torch.zeros_like(flat)
         size = max(_LEAST_ROWS, _BLOCK_BYTES // (4 * max(n * k, flat.shape[1] // 4)))
         for start, block in self.features.blocks(size):
             stop = start + len(block)
-            scores = torch.addmm(shift, block, flat.T).view(-1, n, k)
-            loss, by_scores = _loss(scores, self.targets[start:stop])
+            loss, by_scores = _loss((block @ flat.T).view(-1, n, k), self.targets[start:stop])
             if self.weights is not None:
                 row_weights = self.weights[start:stop, fold]
-                loss, by_scores = loss * row_weights, by_scores * row_weights[..., None]
+                loss, by_scores = loss * row_weights, by_scores.mul_(row_weights[..., None])
             losses += loss.sum(0, dtype=torch.float64)
-            by_scores = by_scores.flatten(1)
-            by_weights.addmm_(by_scores.T, block)
-            by_biases += by_scores.sum(0)
-        by_weights, by_biases = by_weights.view(n, k, -1) / self.count, by_biases.view(n, k, 1) / self.count
-        if self.features.held is None:
-            by_weights = by_weights - by_biases * self.features.mean
-            if self.features.axes is not None:
-                by_weights = by_weights @ self.features.axes.T
-        by_weights = by_weights + penalty[:, None, None].float() * along_axes
-        gradient = torch.cat([by_weights, by_biases], 2) * scales[:, None, :]
-        squares = along_axes.flatten(1).square().sum(1, dtype=torch.float64)
-        return losses / self.count + penalty * squares / 2, gradient.flatten(1)
+            by_flat.addmm_(by_scores.flatten(1).T, block)
+        losses /= self.count
+        gradient = self.features.from_blocks(by_flat.view(n, k, -1)).div_(self.count)
+        scaled[..., -1] = 0  # the bias has no penalty
+        gradient = gradient.addcmul_(scaled, penalty[:, None, None].float()).mul_(scales[:, None, :])
+        squares = torch.linalg.vector_norm(scaled.flatten(1), dim=1, dtype=torch.float64).square()
+        return losses + penalty * squares / 2, losses, gradient.flatten(1)
 
 
 def _loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -312,13 +294,15 @@ def _loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         signed = scores * signs
         return softplus(signed).sum(2), torch.sigmoid(signed) * signs
     own_class = targets[:, None, None].expand(-1, scores.shape[1], 1)
-    above = scores - scores.gather(2, own_class)
-    above.scatter_(2, own_class, -torch.inf)
-    others = above.logsumexp(2)
-    loss = softplus(others)
-    by_scores = above.sub_(loss[..., None]).exp_()
-    by_scores.scatter_(2, own_class, -torch.sigmoid(others)[..., None])
-    return loss, by_scores
+    largest = scores.amax(2, keepdim=True)
+    below = largest - scores.gather(2, own_class)
+    parts = scores.sub_(largest).exp_()
+    own = parts.gather(2, own_class)
+    others = parts.scatter_(2, own_class, 0).sum(2, keepdim=True)
+    # If the own class is the largest, `own` is exactly 1, and a small sum of the others is not rounded.
+    loss = below + ((own - 1) + others).log1p()
+    by_scores = parts.scatter_(2, own_class, -others).div_(own + others)
+    return loss[..., 0], by_scores
 
 
 def _minimise(problem: _Problem, strengths: Tensor, fold: Tensor, until_settled: bool) -> tuple[Tensor, ...]:
@@ -333,106 +317,136 @@ def _minimise(problem: _Problem, strengths: Tensor, fold: Tensor, until_settled:
     Returns:
         variables (M, V), their scales (M, R + 1), and the other arrays of `Fit`.
     """
-    scales, penalty = problem.scales(strengths), problem.penalty(strengths)
-    best = problem.start(scales, fold)
-    objectives, gradient = problem.evaluate(best, scales, penalty, fold)
-    if not bool(objectives.isfinite().all()):
+    all_scales, penalty = problem.scales(strengths), problem.penalty(strengths)
+    scales, point = all_scales, problem.start(all_scales, fold)
+    value, loss, gradient = problem.evaluate(point, scales, penalty, fold)
+    if not bool(value.isfinite().all()):
         raise too_large()
-    first_objectives = objectives.clone()
-    iterations = torch.zeros(len(strengths), dtype=torch.int64, device=problem.device)
-    converged = torch.zeros(len(strengths), dtype=torch.bool, device=problem.device)
-    settled = torch.zeros_like(iterations)  # small steps in a row on separated classes
     active = torch.arange(len(strengths), device=problem.device)
-    point, value = best.clone(), objectives.clone()
-    steps: list[Tensor] = []
-    changes: list[Tensor] = []
-    for _ in range(MAX_ITERATIONS):
-        direction = -_times_inverse_hessian(gradient, steps, changes)
-        slope = (direction * gradient).sum(1, dtype=torch.float64)
+    iterations, settled = torch.zeros_like(active), torch.zeros_like(active)  # settled: small steps in a row
+    first, done = value, torch.zeros_like(active, dtype=torch.bool)
+    best, others = torch.empty_like(point), [value.clone(), loss.clone(), iterations.clone(), done.clone()]
+    curvature = _Curvature(point)
+    for number in range(MAX_ITERATIONS + 1):
+        direction = curvature.direction(gradient)
+        slope = torch.linalg.vecdot(direction, gradient).double()
         # Compare with the gain too: at a small C, it is a small part of the objective, but decides the predictions.
-        gained = (first_objectives[active] - value).clamp(min=0)
-        done = -slope <= _TOLERANCE * (torch.minimum(value, gained) if steps else 0)
-        done |= settled[active] >= _SETTLED_STEPS
-        if bool(done.any()):
-            best[active[done]], objectives[active[done]], converged[active[done]] = point[done], value[done], True
-            remaining = ~done
-            active, point, value, gradient, direction, slope = (
-                tensor[remaining] for tensor in (active, point, value, gradient, direction, slope)
+        promised = _TOLERANCE * torch.minimum(value, (first - value).clamp(min=0))
+        done |= (-slope <= promised * (number > 0)) | (settled >= _SETTLED_STEPS)
+        n_done = int(done.sum())
+        if n_done > _MOST_DONE * len(done) or number == MAX_ITERATIONS:
+            best[active] = point
+            for whole, part in zip(others, (value, loss, iterations, done), strict=True):
+                whole[active] = part
+            if n_done == len(done) or number == MAX_ITERATIONS:
+                break
+            left = ~done
+            curvature.keep(left)
+            active, first, settled, iterations, done = (
+                tensor[left] for tensor in (active, first, settled, iterations, done)
             )
-            steps = [tensor[remaining] for tensor in steps]
-            changes = [tensor[remaining] for tensor in changes]
-        if not len(active):
-            break
-        new_point, new_value, new_gradient, moved = _line_search(
-            problem, point, value, direction, slope, scales[active], penalty[active], fold[active]
+            scales, penalty, fold, point, value, loss, gradient, direction, slope = (
+                tensor[left] for tensor in (scales, penalty, fold, point, value, loss, gradient, direction, slope)
+            )
+        direction, slope = direction.masked_fill_(done[:, None], 0), slope.masked_fill(done, 0)
+        step, (new_value, loss, new_gradient), moved = _line_search(
+            problem, point, value, loss, gradient, direction, slope, scales, penalty, fold
         )
-        iterations[active] += 1
-        small = value - new_value < _SMALL_GAIN
-        if until_settled and bool(small.any()):
-            small &= problem.separates(new_point, new_value, scales[active], penalty[active])
-            settled[active] = torch.where(small, settled[active] + 1, 0)
-        steps.append(new_point - point)
-        changes.append(new_gradient - gradient)
-        del steps[:-_HISTORY], changes[:-_HISTORY]
-        point, value, gradient = new_point, new_value, new_gradient
-        best[active], objectives[active] = point, value
-        if not bool(moved.all()):  # rounding is larger than the possible gain
-            converged[active[~moved]] = True
-            active, point, value, gradient = (tensor[moved] for tensor in (active, point, value, gradient))
-            steps = [tensor[moved] for tensor in steps]
-            changes = [tensor[moved] for tensor in changes]
-        if not len(active):
-            break
-    whole = objectives * strengths * problem.count
-    return best, scales, whole, iterations, converged, problem.separates(best, objectives, scales, penalty)
+        iterations += ~done
+        if until_settled:
+            small = (value - new_value < _SMALL_GAIN) & problem.separates(loss)
+            settled = (settled + 1) * small
+        done |= ~moved  # rounding is larger than the possible gain
+        curvature.add(step, new_gradient - gradient)
+        point, value, gradient = point + step, new_value, new_gradient
+    objectives, losses, iterations, converged = others
+    return best, all_scales, objectives * strengths * problem.count, iterations, converged, problem.separates(losses)
 
 
-def _times_inverse_hessian(gradient: Tensor, steps: list[Tensor], changes: list[Tensor]) -> Tensor:
-    """Run the two loops of L-BFGS (Nocedal and Wright, algorithm 7.4) for each row separately."""
-    if not steps:
-        return gradient.clone()
-    along = [(step * change).sum(1, keepdim=True) for step, change in zip(steps, changes, strict=True)]
-    sizes = [change.square().sum(1, keepdim=True) for change in changes]
-    # A step along which the gradient did not grow gives no information about the curvature.
-    useful = [a > 1e-10 * size for a, size in zip(along, sizes, strict=True)]
-    inverses = [torch.where(use, 1 / a, 0) for a, use in zip(along, useful, strict=True)]
-    result, parts = gradient.clone(), []
-    for step, change, inverse in zip(reversed(steps), reversed(changes), reversed(inverses), strict=True):
-        part = inverse * (step * result).sum(1, keepdim=True)
-        result -= part * change
-        parts.append(part)
-    result *= torch.where(useful[-1], along[-1] / sizes[-1].clamp(min=1e-30), 1)
-    for step, change, inverse, part in zip(steps, changes, inverses, reversed(parts), strict=True):
-        result += step * (part - inverse * (change * result).sum(1, keepdim=True))
-    return result
+class _Curvature:
+    """The inverse Hessian of M fits by their last steps, in the compact form of Byrd, Nocedal and Schnabel (1994).
+
+    It equals the two loops of L-BFGS, and reads the steps twice instead of four times.
+    """
+
+    def __init__(self, point: Tensor):
+        fits, n = point.shape
+        self._used, self._last = 0, -1
+        self._vectors = point.new_empty(fits, _HISTORY, 2, n)  # a ring of steps and changes of the gradient
+        self._products = point.new_zeros(fits, 2, _HISTORY, _HISTORY, dtype=torch.float64)  # of both with the changes
+        self._scale = point.new_ones(fits, 1)
+
+    def keep(self, chosen: Tensor) -> None:
+        """Leave out other fits."""
+        self._vectors, self._products, self._scale = (
+            tensor[chosen] for tensor in (self._vectors, self._products, self._scale)
+        )
+
+    def add(self, step: Tensor, change: Tensor) -> None:
+        """Add a step (M, V), and the change of the gradient along it, in place of the oldest one."""
+        along, size = torch.linalg.vecdot(step, change), torch.linalg.vecdot(change, change)
+        # A step along which the gradient did not grow gives no information about the curvature.
+        useful = (along > 1e-10 * size)[:, None]
+        self._last = (self._last + 1) % _HISTORY
+        self._used = max(self._used, self._last + 1)
+        torch.mul(step, useful, out=self._vectors[:, self._last, 0])
+        torch.mul(change, useful, out=self._vectors[:, self._last, 1])
+        self._scale = torch.where(useful, (along / size)[:, None], self._scale)
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        """Return the negative product (M, V) of the inverse Hessian and the gradient."""
+        used = self._used
+        if not used:
+            return -gradient
+        vectors = self._vectors[:, :used].flatten(1, 2)
+        both = torch.stack([self._vectors[:, self._last, 1], gradient], 1) @ vectors.mT
+        both = both.double().view(-1, 2, used, 2).transpose(2, 3)  # (M, change and gradient, steps and changes, used)
+        self._products[:, :, :used, self._last] = both[:, 0]
+        self._products[:, 1, self._last, :used] = both[:, 0, 1]
+        shift = -(self._last + 1) % used  # puts the oldest step first
+        products = self._products[:, :, :used, :used].roll((shift, shift), (2, 3))
+        by_steps, by_changes = both[:, 1].roll(shift, 2).unbind(1)
+        curved = products[:, 0].diagonal(dim1=1, dim2=2)
+        upper = products[:, 0].triu() + torch.diag_embed((curved == 0).double())
+        scale = self._scale.double()
+        along = torch.linalg.solve_triangular(upper, by_steps[..., None], upper=True)
+        rest = curved * along[..., 0] + scale * ((products[:, 1] @ along)[..., 0] - by_changes)
+        of_steps = torch.linalg.solve_triangular(upper.mT, rest[..., None], upper=False)[..., 0]
+        shares = torch.stack([of_steps, -scale * along[..., 0]], 2).roll(-shift, 1).flatten(1).float()
+        return torch.baddbmm(gradient[:, None] * self._scale[..., None], shares[:, None], vectors)[:, 0].neg_()
 
 
 def _line_search(
-    problem: _Problem, point: Tensor, value: Tensor, direction: Tensor, slope: Tensor, scales: Tensor, penalty: Tensor,
-    fold: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Move each row along its direction by a step that decreases its objective enough.
+    problem: _Problem, point: Tensor, value: Tensor, loss: Tensor, gradient: Tensor, direction: Tensor, slope: Tensor,
+    scales: Tensor, penalty: Tensor, fold: Tensor,
+) -> tuple[Tensor, list[Tensor], Tensor]:  # fmt: skip
+    """Find for each row a step along its direction that decreases its objective enough.
 
     Returns:
-        the new points, their objectives and gradients, and whether each point has moved.
+        the steps (M, V); the objectives, losses and gradients there; and whether each row moves.
     """
-    step = torch.ones_like(slope)
-    new_point = point + direction
-    new_value, new_gradient = problem.evaluate(new_point, scales, penalty, fold)
+    length = torch.ones_like(slope)
+    found = list(problem.evaluate(point + direction, scales, penalty, fold))
     for shrinks in range(_MOST_SHRINKS + 1):
-        short = ~(new_value <= value + _ENOUGH * step * slope + _ROUNDING * value)
-        if shrinks == _MOST_SHRINKS or not bool(short.any()):
+        short = ~(found[0] <= value + _ENOUGH * length * slope + _ROUNDING * value) & (slope < 0)
+        rows = short.nonzero()[:, 0]
+        if not len(rows):
+            break
+        if shrinks == _MOST_SHRINKS:
+            direction[rows] = 0
+            for now, before in zip(found, (value, loss, gradient), strict=True):
+                now[rows] = before[rows]
             break
         # The minimum of the parabola through both values and the slope, kept away from both ends.
-        fall = slope[short] * step[short]
-        least = -fall / (2 * (new_value[short] - value[short] - fall))
-        step[short] *= torch.where(least.isfinite(), least.clamp(0.1, 0.5), 0.1)
-        new_point[short] = point[short] + step[short, None].float() * direction[short]
-        new_value[short], new_gradient[short] = problem.evaluate(
-            new_point[short], scales[short], penalty[short], fold[short]
-        )
-    new_point[short], new_value[short] = point[short], value[short]
-    return new_point, new_value, new_gradient, ~short
+        fall = slope[rows] * length[rows]
+        least = -fall / (2 * (found[0][rows] - value[rows] - fall))
+        factor = torch.where(least.isfinite(), least.clamp(0.1, 0.5), 0.1)
+        length[rows] *= factor
+        direction[rows] *= factor[:, None].float()
+        again = problem.evaluate(point[rows] + direction[rows], scales[rows], penalty[rows], fold[rows])
+        for now, values in zip(found, again, strict=True):
+            now[rows] = values
+    return direction, found, ~short
 
 
 @dataclass(frozen=True)
@@ -441,7 +455,8 @@ class _RowsAlongAxes:
 
     Attributes:
         rows: (N, D) rows to read in every pass; None if they are held.
-        held: (N, R) centred rows along the axes; None if they do not fit into memory or have no principal axes.
+        held: (N, R + 1) centred rows along the axes, and ones; None if they do not fit into memory or have no
+            principal axes.
         mean: (D,) of the rows.
         axes: (R, D) orthonormal principal axes; None: the columns.
         variances: (R,) of the rows along the axes, at least 1e-7 of the largest.
@@ -456,7 +471,7 @@ class _RowsAlongAxes:
     count: int
 
     def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first row, block) over all rows; a block is (n, R) if the rows are held, else (n, D)."""
+        """Yield (first row, block) over all rows; a block has a column of ones after the R axes, or D columns."""
         if self.held is not None:
             for start in range(0, self.count, size):
                 yield start, self.held[start : start + size]
@@ -464,7 +479,22 @@ class _RowsAlongAxes:
             for first, array in self.rows.blocks():  # read large blocks, compute on small ones
                 block = torch.from_numpy(array).to(self.mean.device)
                 for start in range(0, len(block), size):
-                    yield first + start, block[start : start + size]
+                    yield first + start, pad(block[start : start + size], (0, 1), value=1.0)
+
+    def for_blocks(self, scaled: Tensor) -> Tensor:
+        """Convert weights along the axes and biases (..., R + 1) to those for the columns of blocks."""
+        if self.held is not None:
+            return scaled
+        weights = self.along(scaled[..., :-1])
+        return torch.cat([weights, scaled[..., -1:] - weights @ self.mean[:, None]], -1)
+
+    def from_blocks(self, by_columns: Tensor) -> Tensor:
+        """Convert derivatives by the result of `for_blocks` to derivatives by its argument."""
+        if self.held is not None:
+            return by_columns
+        by_biases = by_columns[..., -1:]
+        by_weights = by_columns[..., :-1] - by_biases * self.mean
+        return torch.cat([by_weights if self.axes is None else by_weights @ self.axes.T, by_biases], -1)
 
     def along(self, weights: Tensor) -> Tensor:
         """Convert weights along the axes (..., R) to weights of the columns (..., D)."""
@@ -496,9 +526,9 @@ def _rows_along_axes(rows: FeatureRows, device: torch.device, memory_bytes: int)
     mean, axes, variances = fitted.mean.float(), fitted.axes[varying], _with_floor(fitted.squares[varying] / count)
     if not are_held:
         return _RowsAlongAxes(rows, None, mean, axes, variances, count)
-    held = torch.empty(count, len(axes), device=device)
+    held = torch.ones(count, len(axes) + 1, device=device)
     for start, array in rows.blocks():
-        held[start : start + len(array)] = (torch.from_numpy(array).to(device) - mean) @ axes.T
+        held[start : start + len(array), :-1] = (torch.from_numpy(array).to(device) - mean) @ axes.T
     return _RowsAlongAxes(None, held, mean, axes, variances, count)
 
 

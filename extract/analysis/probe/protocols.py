@@ -360,8 +360,9 @@ def few_shot(
             n_kept = n_val if val is None else 0
             left_out = np.concatenate([rows[shots : len(rows) - n_kept][:_MOST_LEFT_OUT] for rows in order])
             unseen = train.subset(np.sort(left_out)) if len(left_out) else validation
-            _, strength = _coarse_to_fine(_on_validation(drawn, validation.held(), _VALIDATION, settings).compare)
-            _, model = _fitted(drawn, settings, strength)
+            probes: dict[float, LinearProbe] = {}
+            choice = _on_validation(drawn, validation.held(), _VALIDATION, settings, probes)
+            model = probes[_coarse_to_fine(choice.compare, ahead=True)[1]]
             for predicted, of_shots in ((test, values), (unseen, left_out_values)):
                 top1 = primary(model.scores(predicted.rows), predicted.targets, settings.task)
                 of_shots.setdefault(shots, []).append(top1)
@@ -421,12 +422,18 @@ def _choice(train: Labelled, val: Labelled | None, settings: Settings) -> _Choic
     return _on_validation(*held_out(train, val, settings), settings)
 
 
-def _on_validation(train: Labelled, val: Labelled, chosen_on: str, settings: Settings) -> _Choice:
+def _on_validation(
+    train: Labelled, val: Labelled, chosen_on: str, settings: Settings, probes: dict[float, LinearProbe] | None = None
+) -> _Choice:
+    """Compare on validation rows; the probes that are compared are put into `probes`."""
     problem, scaling = _problem(train, settings)
     rows = val.rows.scaled(scaling)
 
     def compare(strengths: Sequence[float]) -> list[ValidationScore]:
         fit = problem.fit(strengths)
+        for strength, weights, biases in zip(strengths, fit.weights, fit.biases, strict=True):
+            if probes is not None:
+                probes[strength] = LinearProbe(weights, biases, settings.classes, settings.task, scaling)
         return score_on_validation(fit.weights, fit.biases, rows, val.targets, settings.task)
 
     return _Choice(compare, train + val, len(val), chosen_on)
@@ -478,17 +485,28 @@ def _compare_all(compare: Compare, strengths: NDArray[np.float64]) -> Sweep:
     return curve, float(strengths[position_of_best(results)])  # `strengths` starts with the strongest penalty
 
 
-def _coarse_to_fine(compare: Compare) -> Sweep:
-    """Search as CLIP does: every sixteenth of 97 values, then the midpoints on both sides of the best."""
+def _coarse_to_fine(compare: Compare, ahead: bool = False) -> Sweep:
+    """Search as CLIP does: every sixteenth of 97 values, then the midpoints on both sides of the best.
+
+    Args:
+        compare: evaluates values of C.
+        ahead: whether to compare what the next round may need too. In small problems, a round costs as much for six
+            values as for two.
+    """
     known: dict[int, ValidationScore] = {}
-    steps = list(range(0, 97, 16))
+    compared: dict[int, ValidationScore] = {}
+    steps = ahead_of = list(range(0, 97, 16))
     for distance in (8, 4, 2, 1, 0):
-        known |= zip(steps, compare([10 ** (6 - step / 8) for step in steps]), strict=True)  # 1 / lambda
+        if not compared.keys() >= set(steps):
+            compared |= zip(ahead_of, compare([10 ** (6 - step / 8) for step in ahead_of]), strict=True)  # 1 / lambda
+        known |= {step: compared[step] for step in steps}
         from_strongest = sorted(known, reverse=True)
         best = from_strongest[position_of_best([known[step] for step in from_strongest])]
         steps = [step for step in (best - distance, best + distance) if 0 <= step <= 96 and step not in known]
         if not steps:
             break
+        further = [best + sign * part * distance // 2 for sign in (-1, 1) for part in (1, 3)] if distance > 1 else []
+        ahead_of = steps + [step for step in further if ahead and 0 <= step <= 96 and step not in compared]
     return [(10 ** (6 - step / 8), known[step].value) for step in from_strongest], 10 ** (6 - best / 8)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from sklearn.linear_model import LogisticRegression as Reference
 
 from extract.analysis.probe import feature_matrix as rows
@@ -60,6 +61,42 @@ def test_every_strength_reaches_the_objective_of_scikit_learn(k, memory_bytes):
         assert value <= best * (1 + 1e-4)
         assert fit.objectives[i] == pytest.approx(value, rel=1e-5)
         assert fit.converged[i]
+
+
+@pytest.mark.parametrize(("n", "d", "k"), [(15, 40, 3), (100, 10, 2), (100, 10, 3), (300, 30, 5)])
+def test_small_problems_reach_the_objective_to_a_millionth(n, d, k):
+    x, y = data(n, d, k)
+    strengths = [1e-6, 1e-4, 1e-2]
+    fit = LogisticRegression(FeatureRows.of(x), y, k).fit(strengths)
+    for i, strength in enumerate(strengths):
+        best = objective(*reference(x, y, strength), x, y, strength)
+        assert objective(fit.weights[i], fit.biases[i], x, y, strength) <= best * (1 + 1e-6)
+
+
+def test_a_direction_is_that_of_the_two_loops_of_l_bfgs():
+    """Nocedal and Wright, algorithm 7.4, in double precision, also after the ring of steps is full."""
+    generator = torch.Generator().manual_seed(0)
+    fits, n = 3, 40
+    root = torch.randn(fits, n, n, generator=generator)
+    hessian = root @ root.mT / n + torch.eye(n)
+    curvature, pairs = logistic._Curvature(torch.zeros(fits, n)), []
+    for number in range(13):
+        gradient, step = torch.randn(2, fits, n, generator=generator)
+        change = (hessian @ step[..., None])[..., 0]
+        change[0] *= 1 if number != 5 else -1  # no curvature along this step of one fit
+        curvature.add(step, change)
+        pairs = [*pairs, (step.double(), change.double())][-logistic._HISTORY :]
+        found = curvature.direction(gradient)
+    for i in range(fits):
+        known = [(s[i], y[i]) for s, y in pairs if s[i] @ y[i] > 0]
+        result, shares = gradient[i].double(), []
+        for s, y in reversed(known):
+            shares.append(s @ result / (s @ y))
+            result = result - shares[-1] * y
+        result = result * (known[-1][0] @ known[-1][1]) / known[-1][1].square().sum()
+        for (s, y), share in zip(known, reversed(shares), strict=True):
+            result = result + s * (share - y @ result / (s @ y))
+        np.testing.assert_allclose(found[i], -result, rtol=1e-3, atol=1e-4)
 
 
 def test_weak_regularisation_of_separable_classes_does_not_stop_early():

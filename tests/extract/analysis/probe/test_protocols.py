@@ -15,7 +15,7 @@ from sklearn.preprocessing import StandardScaler, normalize
 from extract.analysis.probe import linear_probe, protocols
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.logistic import LogisticRegression as Problem
-from extract.analysis.probe.protocols import _note_on_iterations, fit_ridge, stratified_folds
+from extract.analysis.probe.protocols import ValidationScore, _note_on_iterations, fit_ridge, stratified_folds
 from extract.errors import InputError, LayertapError
 from tests.extract.analysis.probe.strength_choice import compared
 from tests.extract.html_reader import HtmlReader
@@ -97,6 +97,21 @@ def test_clip_searches_from_coarse_to_fine(data):
     assert result.validation == dict(zip(exponents, (value for _, value in result.curve), strict=True))[best]
     both = fitted(np.concatenate([x, x_val]), np.concatenate([y, y_val]), 1 / result.chosen)
     assert result.value == pytest.approx(both.score(x_test, y_test), abs=0.003)
+
+
+@pytest.mark.parametrize("best", [0, 1, 37, 50, 96])
+def test_a_search_that_compares_ahead_finds_the_same_in_fewer_rounds(best):
+    rounds = []
+
+    def compare(strengths):
+        rounds.append(strengths)
+        return [ValidationScore(-abs(8 * (6 - np.log10(c)) - best), 0.0) for c in strengths]
+
+    plain = protocols._coarse_to_fine(compare)
+    n_rounds = len(rounds)
+    assert protocols._coarse_to_fine(compare, ahead=True) == plain
+    assert (n_rounds, len(rounds) - n_rounds) == (5, 3)
+    assert plain[1] == 10 ** (6 - best / 8)
 
 
 def test_knn_chooses_k_on_val_and_then_has_its_rows_too(data):
