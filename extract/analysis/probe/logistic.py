@@ -43,6 +43,10 @@ _SETTLED_STEPS = 50  # consecutive small steps on separated rows after which pre
 _SMALL_GAIN = 1e-6  # upper limit of the gain of a small step, in nats per row
 _MOST_DONE = 0.125  # share of converged fits that are evaluated still: leaving fits out copies the history
 _HISTORY = 10  # steps used to estimate the curvature, as in scikit-learn
+# Multiplications of a pass up to which a problem is solved in double precision, which costs such a problem nothing. In
+# float32, an almost separated fit of 60 rows and 33 variables took 5,000 passes instead of 300: its directions and
+# objectives were rounding errors.
+_IN_DOUBLE_TO = 200_000
 _VECTORS = 4 * _HISTORY + 12  # vectors of variables needed per strength; the history is copied at times
 _BLOCK_BYTES = 4 << 20  # of scores computed at once: about the size of a core's cache
 _LEAST_ROWS = 512  # in a block; with fewer, reading the weights takes longer than computing with them
@@ -116,7 +120,9 @@ class LogisticRegression:
         self._weight = None if sample_weight is None else torch.from_numpy(sample_weight[:, None]).to(self._device)
         self._targets, self._n_classes = torch.from_numpy(targets).to(self._device), n_classes
         with torch.inference_mode(), full_float32():
-            self._features = _rows_along_axes(rows, self._device, self._memory_bytes)
+            in_double = len(rows) * (min(len(rows), rows.width) + 1) * n_classes <= _IN_DOUBLE_TO
+            dtype = torch.float64 if in_double else torch.float32
+            self._features = _rows_along_axes(rows, self._device, self._memory_bytes, dtype)
 
     def fit(self, strengths: Sequence[float], until_settled: bool = False) -> Fit:
         """Minimise the objective for every strength.
@@ -138,7 +144,8 @@ class LogisticRegression:
                 whole = torch.zeros_like(chunk, dtype=torch.int64)
                 with limited_threads(problem.threads(len(chunk))):
                     best, scales, *others = _minimise(problem, chunk, whole, until_settled)
-                solved.append([tensor.cpu().numpy() for tensor in (*problem.solution(best, scales), *others)])
+                solution = (part.float() for part in problem.solution(best, scales))
+                solved.append([tensor.cpu().numpy() for tensor in (*solution, *others)])
         weights, biases, objectives, iterations, converged, separated = (
             np.concatenate(column)[place] for column in zip(*solved, strict=True)
         )
@@ -198,7 +205,7 @@ class _Problem:
 
     def __init__(self, features: _RowsAlongAxes, targets: Tensor, n_classes: int, weights: Tensor | None):
         self.features, self.targets, self.weights = features, targets, weights
-        self.device, self.count = targets.device, features.count
+        self.device, self.count, self.dtype = targets.device, features.count, features.variances.dtype
         self.n_outputs = n_classes if targets.ndim == 1 else targets.shape[1]
         self.n_variables = self.n_outputs * (len(features.variances) + 1)
         # Curvature of softmax at equal scores, or of the logistic function at 0, times the mean weight of a row.
@@ -217,8 +224,8 @@ class _Problem:
 
     def scales(self, strengths: Tensor) -> Tensor:
         """Return (M, R + 1): one over the square root of the curvature along each axis, and of the bias."""
-        along_axes = self.curvature * self.features.variances + self.penalty(strengths)[:, None].float()
-        bias = torch.full((len(strengths), 1), self.curvature, device=self.device)
+        along_axes = self.curvature * self.features.variances + self.penalty(strengths)[:, None].to(self.dtype)
+        bias = along_axes.new_full((len(strengths), 1), self.curvature)
         return torch.cat([along_axes, bias], 1).rsqrt()
 
     def start(self, scales: Tensor, fold: Tensor) -> Tensor:
@@ -231,7 +238,7 @@ class _Problem:
         else:
             ones = self.targets.T @ each
             bias = ((ones + 0.5) / (each.sum(0) - ones + 0.5)).log()
-        variables = torch.zeros(len(scales), self.n_outputs, scales.shape[1], device=self.device)
+        variables = scales.new_zeros(len(scales), self.n_outputs, scales.shape[1])
         variables[..., -1] = bias.T[fold] / scales[:, -1:]
         return variables.flatten(1)
 
@@ -253,7 +260,7 @@ class _Problem:
         """Return the weights (M, K, D) and biases (M, K) for the features as given."""
         scaled = self._scaled(variables, scales)
         weights = self.features.along(scaled[..., :-1])
-        return weights, scaled[..., -1] - (weights.double() @ self.features.mean.double()).float()
+        return weights, scaled[..., -1] - (weights.double() @ self.features.mean.double()).to(self.dtype)
 
     def separates(self, losses: Tensor) -> Tensor:
         """Return whether (M,) the losses of all rows add up to less than log 2, the loss of a row on the boundary."""
@@ -282,7 +289,7 @@ class _Problem:
         losses /= self.count
         gradient = self.features.from_blocks(by_flat.view(n, k, -1)).div_(self.count)
         scaled[..., -1] = 0  # the bias has no penalty
-        gradient = gradient.addcmul_(scaled, penalty[:, None, None].float()).mul_(scales[:, None, :])
+        gradient = gradient.addcmul_(scaled, penalty[:, None, None].to(self.dtype)).mul_(scales[:, None, :])
         squares = torch.linalg.vector_norm(scaled.flatten(1), dim=1, dtype=torch.float64).square()
         return losses + penalty * squares / 2, losses, gradient.flatten(1)
 
@@ -329,7 +336,7 @@ def _minimise(problem: _Problem, strengths: Tensor, fold: Tensor, until_settled:
     curvature = _Curvature(point)
     for number in range(MAX_ITERATIONS + 1):
         direction = curvature.direction(gradient)
-        slope = torch.linalg.vecdot(direction, gradient).double()
+        slope = (direction * gradient).sum(1, dtype=torch.float64)
         # Compare with the gain too: at a small C, it is a small part of the objective, but decides the predictions.
         promised = _TOLERANCE * torch.minimum(value, (first - value).clamp(min=0))
         done |= (-slope <= promised * (number > 0)) | (settled >= _SETTLED_STEPS)
@@ -372,8 +379,9 @@ class _Curvature:
     def __init__(self, point: Tensor):
         fits, n = point.shape
         self._used, self._last = 0, -1
-        self._vectors = point.new_empty(fits, _HISTORY, 2, n)  # a ring of steps and changes of the gradient
-        self._products = point.new_zeros(fits, 2, _HISTORY, _HISTORY, dtype=torch.float64)  # of both with the changes
+        # A ring of steps and changes of the gradient, and the products of both with the changes.
+        self._vectors = point.new_empty(fits, _HISTORY, 2, n)
+        self._products = point.new_zeros(fits, 2, _HISTORY, _HISTORY, dtype=torch.float64)
         self._scale = point.new_ones(fits, 1)
 
     def keep(self, chosen: Tensor) -> None:
@@ -412,8 +420,9 @@ class _Curvature:
         along = torch.linalg.solve_triangular(upper, by_steps[..., None], upper=True)
         rest = curved * along[..., 0] + scale * ((products[:, 1] @ along)[..., 0] - by_changes)
         of_steps = torch.linalg.solve_triangular(upper.mT, rest[..., None], upper=False)[..., 0]
-        shares = torch.stack([of_steps, -scale * along[..., 0]], 2).roll(-shift, 1).flatten(1).float()
-        return torch.baddbmm(gradient[:, None] * self._scale[..., None], shares[:, None], vectors)[:, 0].neg_()
+        shares = torch.stack([of_steps, -scale * along[..., 0]], 2).roll(-shift, 1).flatten(1)
+        scaled = gradient[:, None] * self._scale[..., None]
+        return torch.baddbmm(scaled, shares[:, None].to(gradient.dtype), vectors)[:, 0].neg_()
 
 
 def _line_search(
@@ -442,7 +451,7 @@ def _line_search(
         least = -fall / (2 * (found[0][rows] - value[rows] - fall))
         factor = torch.where(least.isfinite(), least.clamp(0.1, 0.5), 0.1)
         length[rows] *= factor
-        direction[rows] *= factor[:, None].float()
+        direction[rows] *= factor[:, None].to(direction.dtype)
         again = problem.evaluate(point[rows] + direction[rows], scales[rows], penalty[rows], fold[rows])
         for now, values in zip(found, again, strict=True):
             now[rows] = values
@@ -501,13 +510,14 @@ class _RowsAlongAxes:
         return weights if self.axes is None else weights @ self.axes
 
 
-def _rows_along_axes(rows: FeatureRows, device: torch.device, memory_bytes: int) -> _RowsAlongAxes:
+def _rows_along_axes(rows: FeatureRows, device: torch.device, memory_bytes: int, dtype: torch.dtype) -> _RowsAlongAxes:
     """Compute the principal axes of rows, and hold the rows along them if they fit.
 
     Args:
         rows: (N, D).
         device: device to compute on.
         memory_bytes: limit for the held rows.
+        dtype: type of the held rows, and of the variables.
 
     Raises:
         LayertapError: the features are too large for float32.
@@ -526,7 +536,8 @@ def _rows_along_axes(rows: FeatureRows, device: torch.device, memory_bytes: int)
     mean, axes, variances = fitted.mean.float(), fitted.axes[varying], _with_floor(fitted.squares[varying] / count)
     if not are_held:
         return _RowsAlongAxes(rows, None, mean, axes, variances, count)
-    held = torch.ones(count, len(axes) + 1, device=device)
+    mean, axes, variances = mean.to(dtype), axes.to(dtype), variances.to(dtype)
+    held = torch.ones(count, len(axes) + 1, device=device, dtype=dtype)
     for start, array in rows.blocks():
         held[start : start + len(array), :-1] = (torch.from_numpy(array).to(device) - mean) @ axes.T
     return _RowsAlongAxes(None, held, mean, axes, variances, count)
