@@ -208,12 +208,14 @@ class Worker:
             OSError: the system has no room for a process.
         """
         self._shard = shard
-        if self._process is None:
-            self._begin_process()
+        self.start()
         with contextlib.suppress(OSError):  # it has ended, and its last event tells why
             self._pipe.send(shard)
 
-    def _begin_process(self) -> None:
+    def start(self) -> None:
+        """Start the process, unless there is one; raises OSError as `begin`."""
+        if self._process is not None:
+            return
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self._pipe, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs, self._start, multiprocessing.get_start_method()))
@@ -271,9 +273,12 @@ class Processes:
     def __init__(self, starts: list[Start]):
         self._idle = [Worker(start) for start in starts]
         self._busy: list[Worker] = []
-        self._waiting: deque[int | None] = deque([None] * (len(starts) - 1))  # all get ready while the first joins
+        self._waiting: deque[int | None] = deque()
 
     def __enter__(self) -> Processes:
+        for worker in self._idle:  # all get ready while the first joins; the next attempt goes to another than the last
+            with contextlib.suppress(OSError):  # `events` tries again, and reports the error
+                worker.start()
         return self
 
     def __exit__(self, *_: object) -> None:
