@@ -21,7 +21,7 @@ from extract.images.sources import Chosen, ImageSource
 from extract.system.optional_libraries import library
 
 __all__ = [
-    "SPLITS", "Column", "Images", "ListHashes", "arrow_column", "chosen_columns", "is_litter", "joined",
+    "SPLITS", "Column", "Images", "ListHashes", "arrow_column", "chosen_columns", "in_pieces", "is_litter", "joined",
     "label_text", "labels_from_folders", "labels_from_values", "labels_hash", "order_of", "other_suffix", "pick_images",
     "text_column", "texts_hash", "values_at",
 ]  # fmt: skip
@@ -137,16 +137,16 @@ class Images:
         """See `ListHashes`."""
         if self.stored_hashes:
             return self.stored_hashes.paths_xxh3
-        return texts_hash(_in_pieces(self.paths))
+        return texts_hash(in_pieces(self.paths))
 
     @cached_property
     def labels_xxh3(self) -> str:
         """See `ListHashes`."""
         if self.stored_hashes:
             return self.stored_hashes.labels_xxh3
-        texts = [_in_pieces(self.splits), [self.classes], _in_pieces(self.ids or [])]
+        texts = [in_pieces(self.splits), [self.classes], in_pieces(self.ids or [])]
         for name in sorted(self.columns):
-            texts += [[[name]], (list(map(str, values)) for values in _in_pieces(self.columns[name]))]
+            texts += [[[name]], (list(map(str, values)) for values in in_pieces(self.columns[name]))]
         return labels_hash(self.labels, texts)
 
 
@@ -165,7 +165,7 @@ def labels_hash(labels: NDArray[np.integer[Any]], columns: Iterable[Iterable[Seq
         columns: further columns, each in pieces.
     """
     digest = xxhash.xxh3_128()
-    for piece in _in_pieces(labels):
+    for piece in in_pieces(labels):
         digest.update(piece.astype("<i8").tobytes())
     for pieces in columns:
         _update_with_texts(digest, pieces)
@@ -181,7 +181,7 @@ def _update_with_texts(digest: xxhash.xxh3_128, pieces: Iterable[Sequence[str | 
         separator = b"\0"
 
 
-def _in_pieces(column: Column) -> Iterator[Any]:
+def in_pieces(column: Column) -> Iterator[Any]:
     """Yield a column in pieces, so that no copy of all its texts is in memory."""
     return (column[start : start + _PIECE_ROWS] for start in range(0, len(column), _PIECE_ROWS))
 

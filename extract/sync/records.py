@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
-from extract.images.image_list import labels_from_folders, texts_hash
+from extract.images.image_list import in_pieces, labels_from_folders, texts_hash
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.store.format.untrusted import dataset_in, open_untrusted
@@ -320,7 +320,7 @@ def publish(out: Path, root: str, records: Records, published: DataSet | None) -
         template = published or DataSet.open(pass_folder(out, passes[0]))
         number = 1 + (published.version.number if published and published.version else 0)
         rows_xxh3 = write_table(out, number, _columns(records, files, unused))
-        images = {"root": root, "count": len(files), "paths_xxh3": texts_hash([np.sort(files["path"]).tolist()])}
+        images = {"root": root, "count": len(files), "paths_xxh3": texts_hash(in_pieces(np.sort(files["path"])))}
         version = Version(number, rows_xxh3, tuple(passes))
         shard_rows = shard_rows_for(template.features)
         published = DataSet(out, template.depends_on, template.features, images, shard_rows, version)
