@@ -18,6 +18,7 @@ import yaml
 from extract import FeatureReader
 from extract.system.atomic_files import locked
 from pipelines.sync.config import load_sync_file
+from pipelines.sync.job import add_run
 from pipelines.sync.schedule import _LOCKED
 from pipelines.sync.watch import reports_changes
 from tests.conftest import TINY_INPUT, make_picture
@@ -91,7 +92,10 @@ def test_status_tells_of_runs_rows_failures_and_disk(config: Path, folder: Path,
     assert json.loads(layertap("status", out, "--json").stdout)["dead_rows"] == 0
     shutil.rmtree(folder)
     assert fails("sync", config, code=1).startswith(f"error: cannot read folder {folder}")
-    assert "FAILED after" in layertap("status", out).stdout
+    add_run(out, {"event": "stopped", "started": "2026-11-21T02:30:00+00:00", "seconds": 2.04})
+    text = layertap("status", out).stdout
+    assert "FAILED after" in text
+    assert "stopped after 2.0 s; the next pass continues" in text
 
 
 def test_sync_status_and_compact_tell_what_kind_of_place_they_are_given(folder: Path, tmp_path: Path) -> None:
