@@ -11,8 +11,8 @@ Three batches are in progress at once: batch k + 2 is decoded, batch k + 1 is co
 shard is published while the next one is computed. The concurrency belongs to what owns a process, a device or a thread:
 `load_batches`, `Forward`, `ShardWriter`, and the run for the publication.
 
-One image passes ten files, with twenty changes from one to another (`python -m tests.trace_path`), once 30 files with
-66: what one image passes lies together, and what can be resolved before the loop is not done in it.
+One image passes ten files, with twenty changes from one to another (`python -m tests.trace_path`): what one image
+passes lies together, and what can be resolved before the loop is not done in it.
 
 If a file fails, its row does; if a disk, server or network fails, the run stops, because one dead link says nothing
 about a server: after 32 failures of one kind in a row, or if a first batch of several images fails completely.

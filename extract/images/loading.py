@@ -46,7 +46,7 @@ __all__ = [
     "Batch", "Batches", "DeadWorkerError", "Decoding", "KeptBatches", "Load", "load_batches", "stop_on_machine_errors",
 ]  # fmt: skip
 
-_LOOK_S = 1  # between looks for dead workers; from a process closing its files to its exit
+_LOOK_S = 1  # between looks for dead workers; a process that closes its files exits within this time
 _SUSPECT = 32  # consecutive images with the same failure, unlikely to be their own; fewer may be dead links
 _GIVE_UP_S = 600  # without any image: a worker cannot send, or a file system hangs
 
@@ -240,12 +240,12 @@ class _Decoded(Dataset[Batch | LayertapError]):
 
     def __getitem__(self, row: int) -> Batch | LayertapError:
         data, how = b"", self._decoding
-        read = partial(_batch_of_row, row, -1, UNKNOWN, bytes(16))
+        result = partial(_batch_of_row, row, -1, UNKNOWN, bytes(16))
         try:
             data, mtime_ns = self._source.read(row)
-            read = partial(_batch_of_row, row, len(data), mtime_ns, xxhash.xxh3_128_digest(data))
+            result = partial(_batch_of_row, row, len(data), mtime_ns, xxhash.xxh3_128_digest(data))
             if how.device and (jpeg := plain_jpeg(data, how.max_pixels, how.orientation, how.icc)):
-                return read(Status.OK, jpeg=jpeg)
+                return result(Status.OK, jpeg=jpeg)
             picture = self._source.decode(data, how.max_pixels, how.min_decode_px, how.orientation, how.icc)
         except (BrokenListError, MachineError) as error:
             return error
@@ -254,7 +254,7 @@ class _Decoded(Dataset[Batch | LayertapError]):
                 return _machine_error(error, row)
             status, reason = _why(error)
             of_another = status is Status.IO_ERROR or isinstance(error, MemoryError)
-            return read(status, reason=text_without_credentials(reason), suspect=_kind(error) if of_another else "")
+            return result(status, reason=text_without_credentials(reason), suspect=_kind(error) if of_another else "")
         try:
             image = how.cpu_transform(picture)
         except LayertapError as error:  # a fault of the transform, not of this picture
@@ -263,9 +263,9 @@ class _Decoded(Dataset[Batch | LayertapError]):
             if is_of_the_machine(error):
                 return _machine_error(error, row)
             if isinstance(error, ValueError):
-                return read(Status.DECODE_ERROR, reason=first_line(error))
-            return read(Status.DECODE_ERROR, reason=f"its preprocessing failed: {error!r}", suspect=_kind(error))
-        return read(Status.OK, torch.stack([image]), note=TOO_DARK if too_dark(picture) else "")
+                return result(Status.DECODE_ERROR, reason=first_line(error))
+            return result(Status.DECODE_ERROR, reason=f"its preprocessing failed: {error!r}", suspect=_kind(error))
+        return result(Status.OK, torch.stack([image]), note=TOO_DARK if too_dark(picture) else "")
 
 
 def _batch_of_row(
@@ -637,8 +637,8 @@ class KeptBatches:
 
     The runs that load them have the same images, transform and batch size.
 
-    After a run that was interrupted, batches of others may have other rows; these are decoded again. In
-    memory, a gigabyte of them raised the peak of a run by nearly as much.
+    A run that was interrupted may need other rows in its batches than the run that kept them; these are decoded again.
+    In memory, a gigabyte of batches raised the peak of a run by nearly as much.
 
     Args:
         file: empty, unbuffered file. It needs no name: what is read from it is unpickled, and nobody else can open it.

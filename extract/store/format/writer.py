@@ -39,7 +39,7 @@ __all__ = ["SOURCE", "ShardWriter", "checked", "hash_records", "hash_rows", "wro
 SOURCE = ("source_size", "source_mtime_ns", "source_hash")  # columns that describe the image file of each row
 _SOURCE_TYPES = {name: np.dtype(dtype) for name, _, dtype in ROW_DATA if name in SOURCE}
 
-Checked = tuple[int, int, dict[str, NDArray[Any]] | None, NDArray[np.bool_]]
+Checked = tuple[int, int, dict[str, NDArray[Any]] | None, NDArray[np.bool_]]  # what `checked` yields
 
 # Columns that record_hash covers after the path, in this order: all row data except record_hash itself.
 _RECORDED = [
@@ -105,7 +105,7 @@ class ShardWriter:
             os.close(self._file)
             raise
         self._offsets, self._paths = self._shard.offsets, self._shard.column("path")
-        # Worked out once: no batch needs the modules of layouts and types, unless its features are encoded.
+        # Once for all batches, which need the modules of layouts and types only if features are encoded.
         self._kept = {each.name: (each.kept_shape, each.kept_dtype) for each in self._shard.features}
         self._encoded = {each.name: each.dtype for each in self._shard.features if each.dtype != each.value_dtype}
         self.first_row = self._shard.identity.first_row
