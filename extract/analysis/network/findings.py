@@ -53,6 +53,7 @@ _LATER_MISFIT = 10.0
 # images: on images like those of training, the standard deviation of the logarithm is 0.03 to 0.09, on others 0.1 to 1.
 _SPREAD = 0.08
 _FACTOR = 1.6
+_CHANNELS_FOR_UNIFORM = 8  # few channels may agree by chance, and a single one always does
 _FITS = 1.25  # of all batch normalisations before it
 _SHIFT = 2.0  # distance of their mean to the running mean, in running standard deviations
 _IMAGES_FOR_MISFIT = 20  # the values of few images vary less
@@ -213,7 +214,8 @@ def first_misfit(tensors: Sequence[TensorReport]) -> Misfit | None:
             continue
         first = position if first is None else first
         ratio, shift = float(np.median(ratios[alive])), float(np.median(shifts[alive]))
-        uniform = fit and float(np.std(np.log(ratios[alive]))) < _SPREAD
+        enough = alive.sum() >= _CHANNELS_FOR_UNIFORM
+        uniform = bool(fit and enough) and float(np.std(np.log(ratios[alive]))) < _SPREAD
         misfit = Misfit(position, first, ratio, shift, running.zero > 0.5, uniform)
         fit = fit and 1 / _FITS < ratio < _FITS
         if misfit.varies_otherwise or shift > _SHIFT:

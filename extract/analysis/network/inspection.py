@@ -55,6 +55,7 @@ Loss = Callable[[Any, Any], Tensor]  # (model output, targets or None) -> scalar
 
 _TRIAL_INPUTS = 3
 _RANDOM = 1e-3  # of the largest value; differences of two forwards up to it may be rounding
+_OTHER_CLASSES = 8  # compared with the labels
 _SUM_OF_ONE = 1e-4  # relative error of sums of probabilities, and of the loss
 _IDLE = (
     nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.ModuleList, nn.ModuleDict,
@@ -221,10 +222,12 @@ class _Recorder:
         # (layer, call) -> sum of squares of the input's finite values, and their number
         self._squares: dict[tuple[str, int], NDArray[np.float64]] = {}
         self.inputs = InputReport()
-        self.weights = [WeightReport.of(name, value) for name, value in _parameters(model, [*names, ""]).items()]
+        weights = (WeightReport.of(name, value) for name, value in _parameters(model, [*names, ""]).items())
+        self.weights = [weight for weight in weights if weight is not None]
         self.loss_takes_probabilities = False
-        self.loss_ignores_targets: bool | None = None  # judged by the first batch
+        self.loss_ignores_targets: bool | None = None  # judged by the batches up to one for which it does not
         self.predictions: PredictionReport | None = None
+        self._loss_takes_logits: bool | None = None  # judged by the first batch with labels
         self._with_gradients = with_gradients
 
     def run(
@@ -303,11 +306,18 @@ class _Recorder:
     def _compare(self, output: Any, targets: Any, value: Tensor, loss: Loss) -> None:
         """Compare the model's output with the targets of a batch."""
         self.loss_takes_probabilities = _is_loss_of_probabilities(output, targets, value)
+        if self.loss_ignores_targets is not False:
+            ignores = _ignores_targets(loss, output, targets)
+            self.loss_ignores_targets = self.loss_ignores_targets if ignores is None else ignores
         predictions = PredictionReport.of(output, targets)
-        if predictions is not None:
-            self.predictions = predictions if self.predictions is None else self.predictions + predictions
-        if self.loss_ignores_targets is None:
-            self.loss_ignores_targets = _ignores_targets(loss, output, targets)
+        if predictions is None or not predictions.images:
+            return
+        if self._loss_takes_logits is None:
+            self._loss_takes_logits = _takes_logits(loss, output, targets)
+        if self._loss_takes_logits and self.predictions is None:
+            self.predictions = predictions
+        elif self.predictions is not None and len(self.predictions.labels) == len(predictions.labels):
+            self.predictions += predictions
 
     def _add(self, record: Record, first_image: int) -> None:
         recorded = set(record.sites.values())
@@ -326,18 +336,34 @@ class _Recorder:
                 total += record[site].numpy()
 
 
-def _ignores_targets(loss: Loss, output: Any, targets: Any) -> bool:
-    """Return whether a loss of outputs of this shape is the same if all images have the target of the first one."""
+def _ignores_targets(loss: Loss, output: Any, targets: Any) -> bool | None:
+    """Return whether a loss of outputs of this shape is the same if all images have the target of the first one.
+
+    None if it cannot be judged: all have this target, or the loss takes only what this model returns.
+    """
     if not (isinstance(output, Tensor) and isinstance(targets, Tensor)) or not targets.ndim:
-        return False
+        return None
     others = targets[:1].expand_as(targets)
-    # Made-up outputs: those of a network that is not trained may be equal for all images.
-    made_up = torch.rand(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
-    try:
-        with torch.no_grad():
-            return not targets.equal(others) and bool((loss(made_up, targets) == loss(made_up, others)).all())
-    except Exception:  # a loss may take only what this model returns
-        return False
+    # Made-up outputs: those of a network that is not trained may be equal for all images. A loss of fewer bits than
+    # float32 is often the same by rounding.
+    made_up = torch.rand(output.shape, generator=torch.Generator().manual_seed(0)).to(output.device)
+    with contextlib.suppress(Exception), torch.no_grad():
+        return None if targets.equal(others) else bool((loss(made_up, targets) == loss(made_up, others)).all())
+    return None
+
+
+def _takes_logits(loss: Loss, output: Tensor, targets: Tensor) -> bool:
+    """Return whether a loss is least for outputs (B, C) that are largest at the labels (B,), not at other classes.
+
+    That of embeddings is not: it is the same for any order of their values.
+    """
+    classes = output.shape[1]
+    right = F.one_hot(targets.long().clamp(0, classes - 1), classes).to(output.device, torch.float32)
+    with contextlib.suppress(Exception), torch.no_grad():  # a loss may take only what this model returns
+        others = (loss(right.roll(shift, 1), targets) for shift in range(1, min(classes, _OTHER_CLASSES)))
+        least = loss(right, targets)
+        return all(bool((least < other).all()) for other in others)
+    return False
 
 
 def _is_loss_of_probabilities(output: Any, targets: Any, value: Tensor) -> bool:

@@ -17,6 +17,7 @@ _IMAGES_FOR_LABELS = 100
 _SURE = 3.0
 _SURE_AT_MOST = 0.5
 _CLASSES_IN_USE = 0.5
+_CHANCE_AT_MOST = 0.6  # if most images are of one class, guesses are right as often as a trained network
 _CHANCE_DEVIATIONS = 2.0  # standard deviations of the number of right guesses
 _TINY = 1e-8  # gradient divided by weight, and the epsilon of Adam
 
@@ -48,7 +49,7 @@ def wrong_labels(evidence: Evidence, explained: set[str]) -> list[Finding]:
     # Guesses that follow the predicted frequencies, on labels of these frequencies.
     chance = float(predictions.predicted @ predictions.labels) / images**2
     limit = images * chance + _CHANCE_DEVIATIONS * math.sqrt(images * chance * (1 - chance))
-    if predictions.right > limit or not (normalised or (sure and in_use)):
+    if chance > _CHANCE_AT_MOST or predictions.right > limit or not (normalised or (sure and in_use)):
         return []
     text = (
         f"{predictions.right:,} of {images:,} predictions agree with the labels, as guesses would "

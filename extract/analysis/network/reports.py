@@ -21,6 +21,7 @@ __all__ = [
 
 _LOOKED_AT = 1 << 16  # values of a parameter
 _ROWS_COMPARED = 8  # with all rows; one of a group of half of the rows is among them
+_FIRST_COMPARED = 8  # values of two rows, before all others
 _SHOWN_LAYERS = 3  # names of further layers in the text of a finding
 _ONE_HOT = 0.99  # weight of an attention on one token
 _EQUAL = 1e-3  # inputs that differ by less than this part of the largest value are equal
@@ -231,16 +232,26 @@ class WeightReport:
         return "weight" in self.name.rpartition(".")[2] or "bias" in self.name.rpartition(".")[2]
 
     @classmethod
-    def of(cls, name: str, parameter: Tensor) -> WeightReport:
-        """Look at a parameter."""
+    def of(cls, name: str, parameter: Tensor) -> WeightReport | None:
+        """Look at a parameter; None without values: empty, sparse, on the meta device, not made yet, or packed."""
+        # Classes of other libraries (quantised, distributed) and of lazy layers lack functions that are needed here.
+        is_plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided and not parameter.is_meta
+        if not is_plain or not parameter.numel():
+            return None
         values = parameter.detach()
         many_axes = sum(length > 1 for length in values.shape) > 1
-        filters = len(values) if many_axes and values[0].numel() > values[0, 0].numel() > 0 else 0
+        filters = len(values) if many_axes and values[0].numel() > values[0, 0].numel() else 0
         compared = range(0, filters, max(1, filters // _ROWS_COMPARED))
-        equal = max((int((values == values[row]).flatten(1).all(1).sum()) for row in compared), default=0)
-        different = np.unique(values.flatten()[:_LOOKED_AT].float().cpu().numpy())
+        equal = max((_rows_equal_to(values.flatten(1), row) for row in compared), default=0)
+        first = values.flatten()[:_LOOKED_AT]
+        different = np.unique((first.abs() if first.is_complex() else first).float().cpu().numpy())
         zero = many_axes and not bool(values.any())
         return cls(name, name.rpartition(".")[0], values.numel(), len(different), filters, equal, zero)
+
+
+def _rows_equal_to(rows: Tensor, row: int) -> int:
+    alike = rows[(rows[:, :_FIRST_COMPARED] == rows[row, :_FIRST_COMPARED]).all(1)]  # usually few
+    return int((alike == rows[row]).all(1).sum())
 
 
 @dataclass

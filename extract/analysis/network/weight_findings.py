@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from extract.analysis.network.reports import Evidence, Finding, TensorReport
+from extract.analysis.network.reports import Evidence, Finding, TensorReport, WeightReport
 
 __all__ = ["equal_filters", "faint_normalisations", "few_values", "zero_parameters"]
 
@@ -29,7 +29,10 @@ def zero_parameters(evidence: Evidence, explained: set[str]) -> list[Finding]:
 
 def few_values(evidence: Evidence, explained: set[str]) -> list[Finding]:
     """Find weights with a few different values, as after quantization to few bits."""
-    few = [w for w in evidence.weights if w.size >= _VALUES and 1 < w.values <= _FEW and w.layer not in explained]
+    few = [
+        w for w in evidence.weights
+        if w.filters and w.size >= _VALUES and 1 < w.values <= _FEW and not _repeats(w) and w.layer not in explained
+    ]  # fmt: skip
     if not few:
         return []
     names = [weight.layer or weight.name for weight in few]
@@ -42,8 +45,13 @@ def equal_filters(evidence: Evidence, explained: set[str]) -> list[Finding]:
     return [
         Finding("equal filters", w.layer, f"{w.equal_filters:,} of {w.filters:,} filters are equal")
         for w in evidence.weights
-        if w.equal_filters >= max(_FILTERS, w.filters / 2) and not w.zero and w.values > 1 and w.layer not in explained
+        if w.is_of_layer and _repeats(w) and not w.zero and w.values > 1 and w.layer not in explained
     ]
+
+
+def _repeats(weight: WeightReport) -> bool:
+    """Return whether rows are mostly the same one, as those of some parameters other than weights at first (Mamba)."""
+    return weight.equal_filters >= max(_FILTERS, weight.filters / 2)
 
 
 def faint_normalisations(evidence: Evidence, explained: set[str]) -> list[Finding]:

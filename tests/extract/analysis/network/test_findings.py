@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from extract.analysis.network.findings import first_misfit
 from extract.analysis.network.inspection import inspect_model
-from extract.analysis.network.reports import AttentionReport, InputReport
+from extract.analysis.network.reports import AttentionReport, InputReport, WeightReport
 from tests.extract.analysis.network.planted_faults import CIFAR, FAULTS, HEALTHY, PHOTOS, chain, noise, score
 
 
@@ -147,6 +148,118 @@ def test_a_weight_that_is_not_finite_is_one_finding(depth: int, value: float) ->
     [finding] = inspect_model(model, noise()).findings
     assert (finding.kind, finding.layer) == ("not finite", f"conv{depth}")
     assert "fc" in finding.layers
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [nn.Parameter(torch.empty(0, 5, 4)), nn.Parameter(torch.empty(5, 0, 4)), nn.Parameter(torch.empty(5, 4, 0)),
+     nn.Parameter(torch.empty(20, 20, device="meta")), nn.Parameter(torch.eye(20).to_sparse()),
+     nn.LazyLinear(3).weight],
+)  # fmt: skip
+def test_parameters_without_values_are_passed_over(parameter: nn.Parameter) -> None:
+    model = chain(3)
+    model.register_parameter("spare", parameter)
+    assert inspect_model(model, noise()).findings == []
+
+
+def test_a_weight_is_counted_whatever_its_type() -> None:
+    rows = torch.arange(24.0).reshape(6, 4)
+    rows[[1, 4, 5]] = rows[0].clone()
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.complex64):
+        report = WeightReport.of("a.weight", nn.Parameter(rows.to(dtype), requires_grad=False))
+        assert report == WeightReport("a.weight", "a", 24, 12, 6, 4, False)
+
+
+def test_patterns_of_parameters_other_than_weights_are_no_finding() -> None:
+    model = chain(3)
+    model.get_submodule("conv1").spare = spare = nn.LSTM(4, 128)
+    model.register_parameter("a_log", nn.Parameter(torch.arange(1.0, 17).log().repeat(64, 1)))  # as in Mamba
+    for name, value in spare.named_parameters():
+        if "bias" in name:
+            value.data.copy_(torch.arange(512) // 128 == 1)  # of the forget gate
+    assert inspect_model(model, noise()).findings == []
+
+
+def test_few_channels_do_not_tell_another_scale_from_other_images() -> None:
+    torch.manual_seed(0)
+    gate = nn.Sequential(nn.Conv2d(3, 1, 3), nn.BatchNorm2d(1), nn.Sigmoid())
+    for _ in range(60):
+        gate.train()(torch.randn(16, 3, 8, 8))
+    assert first_misfit(inspect_model(gate, [0.5 * torch.randn(64, 3, 8, 8)]).tensors) is None
+
+
+# Losses
+
+
+class ByMean(nn.Module):
+    """A trained classifier: whether the first channel is positive, by a factor; batch normalised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn, self.fc = nn.BatchNorm1d(2, eps=0.0), nn.Linear(2, 2)
+        self.bn.running_mean += 0.01  # type: ignore[operator]
+        self.fc.weight.data = torch.tensor([[-9.0, 0.1], [9.0, 0.2]])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.bn(x.mean((2, 3)) * 5))
+
+
+def labelled(positive: float) -> tuple[Tensor, Tensor]:
+    """Return 200 images and their labels, of which this part is 1."""
+    generator = torch.Generator().manual_seed(0)
+    labels = (torch.arange(200) < 200 * positive).long()
+    images = torch.randn(200, 3, 5, 5, generator=generator)[:, :2]
+    images[:, 0] += (2.0 * labels - 1)[:, None, None] * (1 - images[:, 0].mean((1, 2)).abs())[:, None, None]
+    return images, labels
+
+
+@pytest.mark.parametrize("positive", [0.0, 0.5])
+def test_images_of_mostly_one_class_do_not_make_right_labels_look_wrong(positive: float) -> None:
+    images, labels = labelled(positive)
+    for given in (labels, labels.roll(50)) if positive == 0.5 else (labels,):
+        kinds = [finding.kind for finding in inspect_model(ByMean(), [(images, given)], loss=F.cross_entropy).findings]
+        assert ("labels" in kinds) == (given is not labels)
+
+
+def scatter(embeddings: Tensor, labels: Tensor) -> Tensor:
+    distances = torch.cdist(embeddings, embeddings)
+    same = labels[:, None] == labels
+    return distances[same].mean() - distances[~same].mean()
+
+
+def test_embeddings_are_not_taken_for_predictions() -> None:
+    images, labels = labelled(0.5)
+    assert inspect_model(ByMean(), [(images, labels.roll(50))], loss=scatter).findings == []
+
+
+def test_outputs_of_a_varying_number_of_columns_are_inspected() -> None:
+    class Flat(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).flatten(1)
+
+    model = Flat(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 1, 3))
+    batches = [(torch.randn(30, 3, height, 8), torch.arange(30) % 6) for height in (8, 9)]
+    assert inspect_model(model, batches, loss=F.cross_entropy).images == 60
+
+
+def test_a_loss_in_bfloat16_uses_its_targets_though_rounding_may_hide_it() -> None:
+    model = chain(2).bfloat16()
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        labels = torch.randint(10, (128,), generator=generator)
+        images = torch.randn(128, 3, 8, 8, generator=generator).bfloat16()
+        kinds = [finding.kind for finding in inspect_model(model, [(images, labels)], loss=F.cross_entropy).findings]
+        assert "targets" not in kinds
+
+
+def test_targets_that_matter_in_a_later_batch_are_used() -> None:
+    images = noise()[0][0]
+    batches = [(images, torch.arange(len(images)) % 3 + first) for first in (0, 8)]  # 8 to 10: two kinds
+    kinds = [
+        finding.kind
+        for finding in inspect_model(chain(2), batches, loss=lambda o, t: F.cross_entropy(o, t // 9)).findings
+    ]
+    assert "targets" not in kinds
 
 
 # The table: each fault is named first, at its layer; healthy networks have no finding
