@@ -171,7 +171,8 @@ class _Monitor:
         alarms = [Alarm(step, *problem) for problem in self._alarms_of(self.rows)]
         first_of_kind: dict[str, Alarm] = {}
         for alarm in alarms:
-            first_of_kind.setdefault(alarm.kind, alarm)  # alarms of this kind in later layers follow from it
+            if alarm.kind != "dead" or (alarm.kind, alarm.layer) not in self._active:  # dead channels may be few
+                first_of_kind.setdefault(alarm.kind, alarm)  # alarms of this kind in later layers follow from it
         new = [alarm for alarm in first_of_kind.values() if (alarm.kind, alarm.layer) not in self._active]
         self._active = {(alarm.kind, alarm.layer) for alarm in alarms}
         self._write_rows(step, self.rows)

@@ -165,6 +165,19 @@ def test_nan_raises_one_alarm_that_names_the_first_layer_and_dead_channels_one(
     assert [(alarm.step, alarm.kind, alarm.layer) for alarm in alarms] == expected
 
 
+def test_a_layer_that_dies_later_is_named_though_an_earlier_one_was_half_dead_from_the_start() -> None:
+    torch.manual_seed(0)
+    model, alarms = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU()), []
+    with torch.no_grad():
+        model[0].weight[:4] = 0
+    with ActivationMonitor(model, every=1, on_alarm=alarms.append):
+        for step in range(12):
+            if step == 6:
+                nn.init.zeros_(model[2].weight)
+            model(torch.randn(64, 4))
+    assert [(alarm.step, alarm.kind, alarm.layer) for alarm in alarms] == [(2, "dead", "0"), (8, "dead", "2")]
+
+
 @pytest.mark.parametrize("kind", [ActivationMonitor, GradientMonitor])
 def test_explosions_raise_an_alarm(kind: Any) -> None:
     model, alarms = net(), []
