@@ -44,6 +44,7 @@ __all__ = ["ActivationMonitor", "Alarm", "GradientMonitor"]
 
 _DEAD_LOOKS = 3  # consecutive monitored steps in which a channel must be constant to be called dead
 _VALUES_FOR_DEAD = 20  # of a channel, in each monitored step
+_SPREADS = 5  # monitored steps in which the death of a layer is that of an earlier one, which spreads
 _DEAD_PART = 0.5  # share of dead channels in a layer that raises an alarm
 _EXPLODED = 100.0  # times the median of the layer's earlier sizes
 _LOOKS_BEFORE = 3  # earlier sizes needed for the median
@@ -117,6 +118,8 @@ class _Monitor:
         self._unmoved: Counter[tuple[str, str]] = Counter()  # parameter -> consecutive looks without a change
         self._updates: list[float] = []  # median update of the weights in each monitored step
         self._active: set[tuple[str, str]] = set()  # (kind, layer) of alarms that persist
+        self._looks = 0  # monitored steps
+        self._last_death = -_SPREADS  # the look in which a layer was called dead for the last time
         self.step = 0
         self.rows: Rows = []
         self.alarms: list[Alarm] = []
@@ -169,10 +172,16 @@ class _Monitor:
     def _on_record(self, step: int, record: Record) -> None:
         self.rows = [{"step": step, **row} for row in self._rows_of(record)]
         alarms = [Alarm(step, *problem) for problem in self._alarms_of(self.rows)]
+        died = {alarm.layer for alarm in alarms if alarm.kind == "dead" and ("dead", alarm.layer) not in self._active}
+        self._looks += 1
+        spreads = self._looks - self._last_death <= _SPREADS
+        self._last_death = self._looks if died else self._last_death
         first_of_kind: dict[str, Alarm] = {}
-        for alarm in alarms:
-            if alarm.kind != "dead" or (alarm.kind, alarm.layer) not in self._active:  # dead channels may be few
-                first_of_kind.setdefault(alarm.kind, alarm)  # alarms of this kind in later layers follow from it
+        for (
+            alarm
+        ) in alarms:  # those of a kind in later layers follow from the first, but for layers that die long after
+            if alarm.kind != "dead" or spreads or alarm.layer in died:
+                first_of_kind.setdefault(alarm.kind, alarm)
         new = [alarm for alarm in first_of_kind.values() if (alarm.kind, alarm.layer) not in self._active]
         self._active = {(alarm.kind, alarm.layer) for alarm in alarms}
         self._write_rows(step, self.rows)
