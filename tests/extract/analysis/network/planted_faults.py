@@ -562,7 +562,7 @@ def faults() -> list[Fault]:
         lambda: in_trained("batch norm", lambda m: None, lambda output, _: output.mean()))  # fmt: skip
     add("loss x 1e-9", "vanishing gradients", "loss",
         lambda: in_trained("batch norm", lambda m: None, lambda output, t: 1e-9 * loss(output, t)))  # fmt: skip
-    for net, rate in (("plain", 0.1), ("plain", 0.3), ("residual", 0.3), ("transformer", 0.3)):
+    for net, rate in (("plain", 0.1), ("plain", 0.3), ("transformer", 0.3)):
         add(f"Adam, learning rate {rate}, {net}", "learning rate", "optimizer",
             lambda net=net, rate=rate: with_adam(net, rate))  # fmt: skip
     for i in (0, 2, 4):
