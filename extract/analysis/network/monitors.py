@@ -177,9 +177,7 @@ class _Monitor:
         spreads = self._looks - self._last_death <= _SPREADS
         self._last_death = self._looks if died else self._last_death
         first_of_kind: dict[str, Alarm] = {}
-        for (
-            alarm
-        ) in alarms:  # those of a kind in later layers follow from the first, but for layers that die long after
+        for alarm in alarms:  # in later layers, a kind follows from the first layer; but a death long after does not
             if alarm.kind != "dead" or spreads or alarm.layer in died:
                 first_of_kind.setdefault(alarm.kind, alarm)
         new = [alarm for alarm in first_of_kind.values() if (alarm.kind, alarm.layer) not in self._active]
