@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from extract.backbones import load_text_tower
     from extract.compute.backbone import Backbone, load_backbone
     from extract.errors import DisagreementError, InputError, LayertapError, LockedError, UnknownNameError
+    from extract.extraction.check import Cause, Check, check
     from extract.extraction.run import extract_features
     from extract.row_status import Status
     from extract.store.reader import FeatureReader
@@ -43,6 +44,9 @@ _HOMES = {
     "DisagreementError": "extract.errors",
     "LockedError": "extract.errors",
     "UnknownNameError": "extract.errors",
+    "Cause": "extract.extraction.check",
+    "Check": "extract.extraction.check",
+    "check": "extract.extraction.check",
     "extract_features": "extract.extraction.run",
     "Record": "extract.taps.record",
     "Site": "extract.taps.record",
@@ -54,6 +58,8 @@ _HOMES = {
 __all__ = [
     "ActivationMonitor",
     "Backbone",
+    "Cause",
+    "Check",
     "DisagreementError",
     "FeatureReader",
     "Finding",
@@ -66,6 +72,7 @@ __all__ = [
     "Status",
     "Taps",
     "UnknownNameError",
+    "check",
     "extract_features",
     "findings",
     "inspect_model",

@@ -45,7 +45,7 @@ __all__ = ["SECTIONS", "main"]
 # listed at the end.
 SECTIONS = {
     "Extract features": ("embed", "sync"),
-    "Look at data sets": ("show", "report", "findings", "search", "verify", "export", "merge"),
+    "Look at data sets": ("show", "report", "findings", "search", "verify", "check", "export", "merge"),
     "Measure features": ("probe", "predict", "compare"),
     "Look inside a network": ("list", "inspect", "draw"),
     "Set up": ("doctor",),

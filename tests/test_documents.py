@@ -162,6 +162,12 @@ def test_the_reading_example_reads(run: Any) -> None:
     assert list(found["classes"]) == ["a", "b"]
 
 
+def test_the_example_of_a_check_names_the_order(run: Any) -> None:
+    found, printed = run("docs/guides/verify-and-export.md")
+    assert found["result"].agrees
+    assert "cause: order: the rows are in reverse order" in printed
+
+
 def test_the_example_for_users_of_thingsvision_returns_dissimilarities(run: Any) -> None:
     found, _ = run("docs/coming-from/thingsvision.md")
     np.testing.assert_allclose(found["rdm"], 1 - np.corrcoef(found["x"].astype(np.float64)), atol=1e-12)

@@ -26,8 +26,8 @@ from extract.errors import InputError, first_line, unknown_name
 from extract.system.foreign_code import exits_refused
 
 __all__ = [
-    "IDENTITY", "OVERRIDES", "Preprocessing", "check_normalisation", "from_hf", "from_open_clip", "from_timm",
-    "from_torchvision", "from_transform", "overridden",
+    "IDENTITY", "INTERPOLATIONS", "OVERRIDES", "Preprocessing", "check_normalisation", "described", "from_hf",
+    "from_open_clip", "from_timm", "from_torchvision", "from_transform", "overridden",
 ]  # fmt: skip
 
 _LIBRARY_RESIZES = 1.15  # the side to which a library's transform resizes, as a ratio to that of the input
@@ -38,6 +38,7 @@ OVERRIDES = {"size", "crop", "interpolation", "mean", "std"}
 
 # Pillow's number (Image.Resampling) -> torchvision's name (InterpolationMode).
 _OF_PILLOW = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
+INTERPOLATIONS = tuple(_OF_PILLOW.values())
 
 Transform = Callable[[Image.Image], Tensor]
 
@@ -152,10 +153,10 @@ class Preprocessing:
                 f"{pixels:,.0f} pixels; the limit is {defaults.MAX_PIXELS:,}"
             )
 
-    def transform_pixels(self, pixels: Tensor) -> Tensor:
-        """Resize with torchvision, with antialiasing, and crop pictures (..., 3, H, W) uint8 to (..., h, w, 3)."""
+    def transform_pixels(self, pixels: Tensor, antialias: bool = True) -> Tensor:
+        """Resize with torchvision and crop pictures (..., 3, H, W) uint8 to (..., h, w, 3)."""
         size = [self.resize_px] if isinstance(self.resize_px, int) else list(self.resize_px)
-        resized = tensors.resize(pixels, size, InterpolationMode(self.interpolation))
+        resized = tensors.resize(pixels, size, InterpolationMode(self.interpolation), antialias=antialias)
         cropped: Tensor = tensors.center_crop(resized, list(self.crop_px))
         return cropped.movedim(-3, -1).contiguous()
 
@@ -275,6 +276,36 @@ def from_hf(processor: Any) -> Preprocessing:
     except (AttributeError, KeyError, TypeError, ValueError):  # the processor has other settings
         return from_transform(transform, str(transform))
     return _checked(transform, resize, cropped, interpolation, mean, std)
+
+
+def described(transform: Any) -> Preprocessing:
+    """Return the preprocessing of a user's transform: its steps as values if these reproduce it, else a call of it.
+
+    Args:
+        transform: a torchvision `Compose`, as timm and open_clip make them too; the `transforms()` of torchvision
+            weights; an image processor of transformers; or any function of a picture.
+
+    Raises:
+        InputError: see `from_transform`.
+    """
+    if hasattr(transform, "image_mean"):
+        return from_hf(transform)
+    steps = {type(step).__name__: step for step in getattr(transform, "transforms", ())}
+    try:
+        if hasattr(transform, "resize_size"):
+            return from_torchvision(transform)
+        resize, crop, scale = steps["Resize"], steps.get("CenterCrop"), steps.get("Normalize")
+        sides = [resize.size] if isinstance(resize.size, int) else list(resize.size)
+        cropped = sides if crop is None else [crop.size] if isinstance(crop.size, int) else list(crop.size)
+        mean, std = ((0.0,) * 3, (1.0,) * 3) if scale is None else (scale.mean, scale.std)
+        return _checked(
+            transform, sides[0] if len(sides) == 1 else (sides[0], sides[1]), (cropped[0], cropped[-1]),
+            InterpolationMode(resize.interpolation).value, map(float, mean), map(float, std),
+        )  # fmt: skip
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # it has other steps
+        if isinstance(error, InputError):
+            raise
+        return from_transform(transform, "")
 
 
 def _height_width(size: Mapping[str, Any]) -> tuple[int, int]:

@@ -32,7 +32,8 @@ from extract.store.reader import FeatureReader
 from extract.store.verify import Fault, Remedy
 
 __all__ = [
-    "TOLERANCE", "Recheck", "computed_rows", "features_of_file", "features_of_text", "recheck", "recorded_plan",
+    "TOLERANCE", "Recheck", "computed_rows", "features_of_file", "features_of_text", "recheck", "recorded_backbone",
+    "recorded_plan",
 ]  # fmt: skip
 
 # Relative to the largest value of a row. Other batches, thread counts and machines change float32 features by 1e-6 to
@@ -61,14 +62,22 @@ def recorded_plan(
             the recorded backbone runs code.
         LayertapError: see `load_backbone`.
     """
+    backbone, recorded = recorded_backbone(dataset, provenance, backbone, weights, device)
+    recorded["compile"] = recorded["compile"].replace("auto", "off")
+    settings = ExtractionSettings(workers=workers, distortion=None, fit_on=None, **recorded)
+    return resolve(settings, images, backbone, Existing(str(dataset.out), dataset, has_rows=True))
+
+
+def recorded_backbone(
+    dataset: DataSet, provenance: dict[str, Any], backbone: Backbone | str | None, weights: str | None, device: str
+) -> tuple[Backbone, dict[str, Any]]:
+    """Load the backbone of a data set, as `recorded_plan` does, and return it with the recorded settings."""
     spec, asked, recorded = _recorded(dataset, provenance, weights)
     if recorded["compile"] == "openvino" and device == "auto":
         device = "cpu"
     if not isinstance(backbone, Backbone):
         backbone = load_backbone(permitted(spec, backbone, dataset.out, asked["weights"]), device=device, **asked)
-    recorded["compile"] = recorded["compile"].replace("auto", "off")
-    settings = ExtractionSettings(workers=workers, distortion=None, fit_on=None, **recorded)
-    return resolve(settings, images, backbone, Existing(str(dataset.out), dataset, has_rows=True))
+    return backbone, recorded
 
 
 def _recorded(

@@ -281,6 +281,32 @@ class FeatureReader:
         """Backbone, weights, configuration, versions and machine that computed the features of the first shard."""
         return self._selections[0].shard.provenance if self._selections else {}
 
+    def require(self, *, backbone: str | None = None, layer: str | None = None, weights: str | None = None) -> None:
+        """Check what the features are of, by the stored names alone: nothing is computed. `layertap.check` computes.
+
+            reader.require(backbone="timm/resnet50", layer="embedding", weights="a1_in1k")
+
+        Args:
+            backbone: the spec that the features were computed with.
+            layer: a feature that must be there.
+            weights: the recorded name or file of the weights, or the first characters, at least 8, of their sha256.
+
+        Raises:
+            InputError: the features are of another backbone or of other weights.
+            UnknownNameError: there is no such feature.
+        """
+        recorded = self.provenance
+        if layer is not None and layer not in self.layers:
+            raise unknown_name("layer", layer, self.layers, self._name)
+        if backbone is not None and backbone != recorded.get("backbone"):
+            raise InputError(f"{self._name} has features of {recorded.get('backbone')}, not of {backbone}")
+        source = str(recorded.get("weights", ""))
+        sha256 = str(recorded.get("depends_on", {}).get("weights_sha256", ""))
+        names = {source, source.partition(" (")[0], recorded.get("configuration", {}).get("weights")}
+        if weights is None or weights in names or (len(weights) >= 8 and sha256.startswith(weights)):
+            return
+        raise InputError(f"{self._name} has features of the weights {source} ({sha256[:12]}...), not of {weights}")
+
     @cached_property
     def counts(self) -> RowCounts:
         """Numbers of rows by status, class and split."""

@@ -16,7 +16,7 @@ from pipelines.terminal.commands import command
 from pipelines.terminal.options import BACKBONE_HELP, DATA_SET, FOLDER, json_flag, option, print_result
 from pipelines.terminal.text_output import print_line
 
-__all__ = ["export", "findings", "merge", "report", "search", "show", "verify"]
+__all__ = ["check", "export", "findings", "merge", "report", "search", "show", "verify"]
 
 # Names in modules that are slow to import: `extract.analysis.row_findings`, `extract.store.export`,
 # `extract.system.dissimilarities`.
@@ -211,6 +211,41 @@ def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> 
     result = job.check(out, **settings)
     print_result(result, as_json, dict, job.print_check)
     if not result["ok"]:
+        ctx.exit(1)
+
+
+@command(short_help="Say whether features are of this model and these images, or why not.")
+@click.argument("features", type=FOLDER)
+@click.option("--paths", help="Images of the rows, in their order: a list (.csv, .parquet, .txt) or a folder.")
+@click.option("-b", "--backbone", help="Spec of the backbone. [default: of a data set, the recorded one]")
+@click.option("-l", "--layers", "layer", metavar="LAYER", help="Layer. [default: embedding, or the only layer]")
+@click.option("--sample", type=click.IntRange(min=1), default=32, show_default=True, help="Rows to compute.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the choice of rows.")
+@click.option("--weights", help="Name or file of the backbone's weights.")
+@click.option("--other-weights", help="Second file of weights, which may be those of the features.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
+@json_flag
+@click.pass_context
+def check(ctx: click.Context, /, features: Path, paths: str | None, backbone: str | None, as_json: bool,
+          **settings: Any) -> None:  # fmt: skip
+    """Compute rows of FEATURES again, and say why they differ, if they do; exit with 1 then.
+
+    FEATURES is a data set, or a .npy, .h5 or .parquet file of another program. The preprocessing, precision or order
+    that fits is named, or the answer is that none does.
+
+    \b
+    layertap check outputs/photos
+    layertap check features.npy --paths list.csv -b torchvision/resnet50
+    """
+    from dataclasses import asdict
+
+    from extract.extraction.check import check as compare
+
+    result = compare(features, model=backbone, images=paths, **settings)
+    print_result(
+        result, as_json, lambda each: {"features": str(features), **asdict(each)}, lambda each, say: say(str(each))
+    )
+    if not result:
         ctx.exit(1)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torchvision import models
 from torchvision.transforms import v2
 
-from extract import extract_features, load_backbone
+from extract import check, extract_features, load_backbone
 from extract.backbones import from_hf, user_code
 from extract.errors import InputError, LayertapError, UnknownNameError
 from tests.conftest import make_picture
@@ -321,6 +321,10 @@ def test_preprocessing_and_features_are_the_librarys_own(
     print(f"{name:32} input differs by {largest:.1e} ({how}), embedding {features.shape[1]} by {deviation:.1e}")
     assert features.shape == expected.shape
     assert deviation <= 1e-4
+    files = sorted(four.iterdir())
+    for given in ({}, {"transform": case.transform}):  # what the library gives raises no false alarm
+        result = check(expected, model=backbone, images=files, layer="embedding", **given)
+        assert (result.agrees, result.n_rows, result.causes) == (True, 4, ()), result
     assert np.abs(features - features[0]).max() > 1e-3 * np.abs(features).max()  # pictures give other features each
 
 
