@@ -91,7 +91,8 @@ class Check:
         agrees: whether all compared rows agree, as the model, transform and images were given.
         n_rows: number of rows compared.
         deviation: largest deviation of a row as given, relative to the largest value of the stored row.
-        causes: what explains the difference; with all of them, the rows agree.
+        causes: what explains the difference: with all of them, the rows agree, unless `nearest` says that nothing fits.
+            Then they are facts: another number of rows, weights that cannot be loaded.
         remaining: largest deviation with all causes.
         nearest: what comes nearest, if nothing explains the difference, or a note on rows that agree; may be empty.
         unreadable: rows that were not compared, with the reason.
@@ -533,13 +534,13 @@ class _Comparison:
         kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
         if self.stored.reader is None and any(isinstance(layer, kinds) for layer in self.backbone.model.modules()):
             count = min(len(self.stored.values), len(self.images))
-            for size in dict.fromkeys([*([count] if count <= max(_BATCHES) else []), *_BATCHES]):
+            for size in dict.fromkeys(min(size, count) for size in _BATCHES):
                 with contextlib.suppress(ValueError, OSError):  # an image cannot be read, so batches are unknown
-                    rows = np.arange(min(size, count))
+                    rows = np.arange(size)
                     # Batches change the statistics that a model keeps.
                     values = self.computed(way, rows, copy.deepcopy(self.backbone.model), training=True)
                     if (self._apart(values, rows) <= tolerance).all():
-                        return f"the model ran in training mode (no model.eval()), in batches of {len(rows)}"
+                        return f"the model ran in training mode (no model.eval()), in batches of {size}"
         return ""
 
 

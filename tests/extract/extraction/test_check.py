@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchvision import models
 from torchvision.transforms import InterpolationMode, v2
 
-from extract import FeatureReader, InputError, UnknownNameError, check, extract_features
+from extract import FeatureReader, InputError, UnknownNameError, check, extract_features, load_backbone
 from tests.conftest import make_picture
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -249,6 +249,19 @@ def test_other_weights_are_named_by_the_first_parameter_that_differs(paths: list
     result = check(features, model=net, transform=steps(), images=paths, other_weights=str(tmp_path / "other.pth"))
     assert kinds(result) == ["weights", "BGR"]
     assert "1 of 11 tensors differ, the first is two.bias" in result.causes[0].what
+    assert result.remaining < 1e-3
+
+
+def test_weights_that_a_data_set_records_are_loaded_and_compared(paths: list[Path], tmp_path: Path) -> None:
+    spec, out = "timm/test_resnet", tmp_path / "out"
+    random: dict[str, Any] = {"weights": "random", "device": "cpu"}
+    extract_features(
+        paths[0].parent, out=out, backbone=spec, **random, progress=False, workers=0, compile="off"
+    ).close()
+    assert check(out, device="cpu")
+    result = check(out, model=load_backbone(spec, **random, seed=1))
+    assert kinds(result) == ["weights"]
+    assert "records random (seed 0): 17 of 92 tensors differ, the first is conv1.0.weight" in result.causes[0].what
     assert result.remaining < 1e-3
 
 
