@@ -361,7 +361,7 @@ class _Comparison:
                 self.unreadable.append(f"{self._row(row)}: {reason}")
         if not rows:
             why = self.unreadable[0] if self.unreadable else f"{self.stored.name} has no row with features and an image"
-            raise InputError(f"no row can be compared: {why}", hint="name the place of the images (--images, --paths)")
+            raise InputError(f"no row can be compared: {why}", hint="name the place of the images: --paths LIST")
         return np.array(rows)
 
     @functools.lru_cache(maxsize=40)  # noqa: B019

@@ -216,7 +216,10 @@ def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> 
 
 @command(short_help="Say whether features are of this model and these images, or why not.")
 @click.argument("features", type=FOLDER)
-@click.option("--paths", help="Images of the rows, in their order: a list (.csv, .parquet, .txt) or a folder.")
+@click.option(
+    "--paths", "--images", "images", metavar="LIST",
+    help="Images of the rows, in their order: .csv, .parquet, .txt or a folder. [default: the recorded ones]",
+)  # fmt: skip
 @click.option("-b", "--backbone", help="Spec of the backbone. [default: of a data set, the recorded one]")
 @click.option("-l", "--layers", "layer", metavar="LAYER", help="Layer. [default: embedding, or the only layer]")
 @click.option("--sample", type=click.IntRange(min=1), default=32, show_default=True, help="Rows to compute.")
@@ -226,7 +229,7 @@ def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> 
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
 @json_flag
 @click.pass_context
-def check(ctx: click.Context, /, features: Path, paths: str | None, backbone: str | None, as_json: bool,
+def check(ctx: click.Context, /, features: Path, backbone: str | None, as_json: bool,
           **settings: Any) -> None:  # fmt: skip
     """Compute rows of FEATURES again, and say why they differ, if they do; exit with 1 then.
 
@@ -241,7 +244,7 @@ def check(ctx: click.Context, /, features: Path, paths: str | None, backbone: st
 
     from extract.extraction.check import check as compare
 
-    result = compare(features, model=backbone, images=paths, **settings)
+    result = compare(features, model=backbone, **settings)
     print_result(
         result, as_json, lambda each: {"features": str(features), **asdict(each)}, lambda each, say: say(str(each))
     )

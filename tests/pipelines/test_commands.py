@@ -220,6 +220,7 @@ OWNERS = {
     "extract": ("embed",),
     "extract/analysis": ("probe", "search", "inspect"),
     "extract/compute/principal_axes.py": ("probe",),  # of features that are stored
+    "extract/extraction/check.py": ("check",),
     "extract/images/listing.py": ("search", "report", "verify", "export", "predict"),
     "extract/store": ("verify",),
     "extract/sync": ("sync",),
