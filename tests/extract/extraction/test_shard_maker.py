@@ -140,7 +140,8 @@ def test_a_finished_shard_without_its_receipt_is_built_again(
 def test_processes_that_build_the_same_shard_have_a_folder_each_and_one_of_them_publishes(
     maker_of: Makers, tmp_path: Path, expected: FeatureReader
 ) -> None:
-    with maker_of() as maker, maker_of() as other:
+    # `other` computes first: what PyTorch's inference mode was before is restored in the opposite order.
+    with maker_of() as other, maker_of() as maker:
         of_other: list[dict[str, Any] | None] = []
 
         def meanwhile(rows: int, resumed: bool) -> None:
