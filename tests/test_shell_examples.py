@@ -53,6 +53,7 @@ NOT_RUN = {
     r"sbatch$": "needs SLURM; tests/pipelines/cluster reads the file",
     r"--watch$": "runs until it is stopped; tests/pipelines/cluster and test_watch.py run it",
     r"--schedule$": "runs until it is stopped; tests/pipelines/test_schedule.py runs it",
+    r"check features\.npy": "a file of another program; tests/extract/extraction/test_check.py makes such files",
     r"^find .*runs.jsonl": "tests/pipelines/test_schedule.py runs it",
 }
 # Data sets that a page begins with.
