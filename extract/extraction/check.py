@@ -42,6 +42,7 @@ from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.backends import open_forward
 from extract.compute.feature_choice import Choice, choose_features
 from extract.errors import InputError, LayertapError, first_line
+from extract.extraction.feature_file import checked_values, feature_file
 from extract.extraction.plan import how_decoded, how_made
 from extract.extraction.reproduce import TOLERANCE, recorded_backbone
 from extract.extraction.ways import Way, changes, orders
@@ -49,7 +50,6 @@ from extract.images import Images, list_images, listed_again
 from extract.images.csv_lists import TABLES, list_rows
 from extract.images.sources import Files
 from extract.row_status import Status
-from extract.store.feature_file import checked_values, feature_file
 from extract.store.format.dataset import DataSet
 from extract.store.format.value_types import ROUNDING
 from extract.store.reader import FeatureReader
@@ -174,7 +174,8 @@ class _Stored:
 
     def rows(self, rows: Sequence[int] | Places) -> Rows:
         """Return rows (R, D)."""
-        values: Rows = np.asarray(self.values[np.asarray(rows)]).reshape(len(rows), -1).astype(np.float64)
+        unique, back = np.unique(np.asarray(rows), return_inverse=True)  # HDF5 takes ascending numbers alone
+        values: Rows = np.asarray(self.values[unique])[back].reshape(len(rows), -1).astype(np.float64)
         return values
 
 
@@ -290,8 +291,10 @@ class _Comparison:
 
     def result(self, sample: int, seed: int, other_weights: str | None) -> Check:
         """Compare, and look for causes."""
-        rows = self._readable(sample, seed)
         n_stored, n_images, way = len(self.stored.values), len(self.images), self.way
+        if not n_images / 2 <= n_stored <= 2 * n_images:  # a search of an order would take long, and mean nothing
+            raise InputError(f"{self.stored.name} has {n_stored:,} rows, but there are {n_images:,} images")
+        rows = self._readable(sample, seed)
         dtype = str(getattr(self.stored.values, "stored_dtype", self.stored.values.dtype))
         tolerance = TOLERANCE[way.precision] + ROUNDING.get(dtype, 0.0)
         reference = self.computed(way, rows)
@@ -364,7 +367,7 @@ class _Comparison:
             raise InputError(f"no row can be compared: {why}", hint="name the place of the images: --paths LIST")
         return np.array(rows)
 
-    @functools.lru_cache(maxsize=40)  # noqa: B019
+    @functools.lru_cache(maxsize=4 * _TRIED)  # noqa: B019
     def picture(self, row: int, orientation: str, icc: str) -> Image.Image:
         """Decode the image of a row."""
         data = self.images.source.read(row)[0]

@@ -18,9 +18,9 @@ from extract.images.image_list import Images, labels_from_values
 from extract.images.sources import ImageSource
 from extract.system.similar_paths import did_you_mean
 
-__all__ = ["list_array", "split_name"]
+__all__ = ["SUFFIXES", "arrays_in", "list_array", "open_array", "split_name"]
 
-_SUFFIXES = (".h5", ".hdf5")
+SUFFIXES = (".h5", ".hdf5")
 _PICTURE_BYTES = 1 << 31
 _SCANNED = 1 << 26  # bytes at once
 _MOST_PACKED = 1100  # largest compression ratio accepted; deflate reaches at most 1,032
@@ -76,7 +76,7 @@ class ArrayRows(PixelRows):
 
 def split_name(where: str) -> tuple[str, str]:
     """Split `FILE.h5:NAME` into file and data set; the name is "" if not given."""
-    for suffix in _SUFFIXES:
+    for suffix in SUFFIXES:
         head, separator, name = where.rpartition(f"{suffix}:")
         if separator and not Path(where).exists():
             return head + suffix, name
@@ -92,7 +92,7 @@ def list_array(where: str) -> Images:
     if not Path(path).is_file():
         raise InputError(f"{path}: {'not a file' if Path(path).exists() else 'no such file'}", hint=did_you_mean(path))
     labels: Any = None
-    if path.lower().endswith(_SUFFIXES):
+    if path.lower().endswith(SUFFIXES):
         name = name or _only_pictures(path)
         labels = _labels_beside(path, name)
     pictures = open_array(path, name)
@@ -130,7 +130,7 @@ def _conversion(path: str, name: str, pictures: Any) -> str:
         block = np.asarray(pictures[start : start + rows])
         low, high = np.minimum(low, block.min()), np.maximum(high, block.max())  # keeps NaN
     array, save = f"np.load({path!r})", f"np.save({path.removesuffix('.npy') + '_uint8.npy'!r}, {{}})"
-    if path.lower().endswith(_SUFFIXES):
+    if path.lower().endswith(SUFFIXES):
         array, save = f"file[{name!r}][:]", f"file = h5py.File({path!r}, 'a'); file[{name + '_uint8'!r}] = {{}}"
     return conversion(array, save, float(low), float(high))
 
@@ -140,9 +140,17 @@ def _stored(array: Any) -> int:
 
 
 def open_array(path: str, name: str) -> Any:
-    """Open an array without reading it."""
+    """Open an array without reading it.
+
+    Args:
+        path: an `.npy` file, or HDF5.
+        name: name of the data set; of `.npy`, it is not used.
+
+    Raises:
+        InputError: the file cannot be read, has no data set of this name, or stores it in other files.
+    """
     try:
-        if not path.lower().endswith(_SUFFIXES):
+        if not path.lower().endswith(SUFFIXES):
             # Not `np.load`, which advises to unpickle files of other kinds.
             return np.lib.format.open_memmap(path, mode="r")
         import h5py
@@ -150,18 +158,23 @@ def open_array(path: str, name: str) -> Any:
         file = h5py.File(path, "r", locking=False)
         data = file.get(name)
     except (OSError, ValueError, RuntimeError, KeyError, EOFError) as error:
-        is_npy = isinstance(error, ValueError) and not path.lower().endswith(_SUFFIXES)
-        hint = "an .npy file has one array of pictures, as np.save writes it" if is_npy else ""
+        is_npy = isinstance(error, ValueError) and not path.lower().endswith(SUFFIXES)
+        hint = "an .npy file has one array, as np.save writes it" if is_npy else ""
         raise InputError(f"{path} cannot be read as an array: {first_line(error)}", hint=hint) from error
     if not isinstance(data, h5py.Dataset):
-        known = [f"{path}:{known_name}" for known_name in _names(path)]
+        known = [f"{path}:{known_name}" for known_name in arrays_in(path)]
         raise InputError(f"{path} has no data set {name!r}; it has {', '.join(known) or 'none'}")
     if data.external or data.is_virtual or data.file.filename != file.filename:
         raise InputError(f"{path}: data set {name!r} stores its data in other files")
     return data
 
 
-def _names(path: str) -> list[str]:
+def arrays_in(path: str) -> list[str]:
+    """Return the names of the arrays of an HDF5 file, without those behind links.
+
+    Raises:
+        InputError: it cannot be read.
+    """
     import h5py
 
     names: list[str] = []
@@ -179,7 +192,7 @@ def _names(path: str) -> list[str]:
 
 
 def _only_pictures(path: str) -> str:
-    arrays = {name: open_array(path, name) for name in _names(path)}
+    arrays = {name: open_array(path, name) for name in arrays_in(path)}
     pictures = [name for name, data in arrays.items() if data.ndim == 4 and _axes(tuple(data.shape))]
     # Pictures of other types are refused, with the line that converts them.
     fitting = [name for name in pictures if arrays[name].dtype == np.uint8] or pictures
@@ -201,7 +214,7 @@ def _labels_beside(path: str, name: str) -> NDArray[Any] | None:
     count = (open_array(path, name).shape or (0,))[0]
     for label in _LABELS:
         beside = f"{group}/{label}".lstrip("/")
-        if beside in _names(path):
+        if beside in arrays_in(path):
             values = open_array(path, beside)
             names = h5py.check_string_dtype(values.dtype) is not None
             if not (names or values.dtype.kind in "iu") or values.shape not in ((count,), (count, 1)):

@@ -93,7 +93,7 @@ RIGHT = {
 MESSAGES = {
     **dict.fromkeys(
         [("npz", ".npy"), ("csv", ".npy"), ("empty", ".npy")],
-        "; an .npy file has one array of pictures, as np.save writes it",
+        "; an .npy file has one array, as np.save writes it",
     ),
     ("xlsx", ".csv"): "line 1 is not text; expected a table as text in UTF-8 (save a spreadsheet as CSV)",
     ("npy", ".h5"): "cannot be opened as HDF5",
