@@ -528,7 +528,7 @@ def _by_layer(kind: str, parameters: Sequence[ParameterReport], text: str) -> li
 
 
 # Each returns its findings, given the names of the layers that earlier findings explain. Without causes, 31 ReLUs with
-# the default initialisation gave 37 findings. `python -m tests.extract.analysis.network.planted_faults` plants 114
+# the default initialisation gave 37 findings. `python -m tests.extract.analysis.network.planted_faults` plants 115
 # faults and inspects 17 healthy networks: all faults are named first at their layer, and no finding is false.
 CAUSES: tuple[Callable[[Evidence, set[str]], list[Finding]], ...] = (
     broken_inputs,

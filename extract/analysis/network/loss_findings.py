@@ -40,7 +40,7 @@ def unused_targets(evidence: Evidence, explained: set[str]) -> list[Finding]:
 def wrong_labels(evidence: Evidence, explained: set[str]) -> list[Finding]:
     """Find that the predictions of a trained classifier agree with the labels no better than guesses."""
     predictions = evidence.predictions
-    if predictions is None or explained or predictions.images < _IMAGES_FOR_LABELS:
+    if predictions is None or predictions.images < _IMAGES_FOR_LABELS or evidence.tensors[-1].name in explained:
         return []
     images, classes = predictions.images, len(predictions.labels)
     sure = predictions.sure / images >= min(_SURE_AT_MOST, _SURE / classes)

@@ -556,6 +556,8 @@ def faults() -> list[Fault]:
     for net, layer in (("batch norm", "fc"), ("plain", "fc"), ("transformer", "head")):
         add(f"head rotated by 3 classes in {net}", "labels", "loss", lambda net=net, layer=layer: in_trained(
             net, lambda m: rotate_head(m, layer), loss))  # fmt: skip
+    add("head rotated by 3 classes, and a dead filter, in batch norm", "labels", "loss",
+        lambda: in_trained("batch norm", lambda m: (rotate_head(m, "fc"), kill_channel(m, "bn1")), loss))  # fmt: skip
     add("head initialised again in batch norm", "labels", "loss",
         lambda: in_trained("batch norm", lambda m: m.fc.reset_parameters(), loss))  # fmt: skip
     add("loss that does not see the labels", "targets", "loss",
