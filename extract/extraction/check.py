@@ -234,7 +234,7 @@ def _model(
         loaded = load_backbone(model, weights=weights, device=device) if isinstance(model, str) else model
         given = {"preprocessing": described(transform)} if transform is not None else {}
         candidates = iter([Backbone(**{**vars(loaded), **given})])
-    width, found = int(np.prod(stored.values.shape[1:])), []
+    width, widths = int(np.prod(stored.values.shape[1:])), []
     for backbone in candidates:
         with evaluating(backbone.model), full_float32():
             choice = choose_features(backbone, [name])
@@ -245,9 +245,9 @@ def _model(
             preprocessing = replace(backbone.preprocessing.faster() if fast else backbone.preprocessing)
             preprocessing = replace(preprocessing, orientation=read["orientation"], icc=read["icc"])
             return backbone, choice, Way(preprocessing, precision=precision)
-        found.append(f"{int(np.prod(feature.shape)):,}")
+        widths.append(f"{int(np.prod(feature.shape)):,}")
     raise InputError(
-        f"{stored.name} has {width:,} values in a row, but {layer or name} of the model gives {' or '.join(found)}",
+        f"{stored.name} has {width:,} values in a row, but {layer or name} of the model gives {' or '.join(widths)}",
         hint="name the layer (-l LAYER, layer=LAYER) or another model; `layertap list BACKBONE` lists layers",
     )
 
@@ -310,11 +310,11 @@ class _Comparison:
             causes.append(Cause("length", "the stored rows are scaled to length 1 (L2)"))
             way, reference = replace(way, unit=True), _unit(reference)
         at, order = self._order(reference, rows, tolerance)
-        # An order that is found by likeness may be wrong, and then nothing agrees with it.
-        found = self._with_order(rows, reference, at, order, way, tolerance, other_weights)
-        if order and found[0] is None:
-            found = self._with_order(rows, reference, rows, "", way, tolerance, other_weights)
-        more, apart, nearest = found
+        # An order that was inferred from likeness may be wrong, and then nothing agrees with it.
+        explained = self._with_order(rows, reference, at, order, way, tolerance, other_weights)
+        if order and explained[0] is None:
+            explained = self._with_order(rows, reference, rows, "", way, tolerance, other_weights)
+        more, apart, nearest = explained
         if more is None:
             causes, apart = causes if n_stored != n_images else [], given
         return Check(
@@ -475,22 +475,22 @@ class _Comparison:
 
         error, off = tried(way, model)
         for words, other in self._other_weights(other_weights):
-            found = tried(way, other) if other is not None else (np.inf, np.inf)
+            outcome = tried(way, other) if other is not None else (np.inf, np.inf)
             if other is None:
                 unconfirmed = [Cause("weights", words)]
-            elif found[1] <= tolerance or found[0] < 0.5 * error:
-                causes, model, (error, off) = [Cause("weights", words)], other, found
+            elif outcome[1] <= tolerance or outcome[0] < 0.5 * error:
+                causes, model, (error, off) = [Cause("weights", words)], other, outcome
         while off > tolerance and len(causes) < _CHANGES:
             done, best = {cause.kind for cause in causes}, (error * 0.9, off)
             chosen: tuple[Cause, Way] | None = None
             for kind, words, changed in changes(way, is_near=off < 0.1):
                 try:
-                    found = tried(changed, model) if kind not in done else (np.inf, np.inf)
+                    outcome = tried(changed, model) if kind not in done else (np.inf, np.inf)
                 except Exception:  # the model takes no input of this size, or the precision is not supported
                     continue
-                if found[0] < best[0]:
-                    best, chosen = found, (Cause(kind, words), changed)
-                if found[1] <= tolerance:
+                if outcome[0] < best[0]:
+                    best, chosen = outcome, (Cause(kind, words), changed)
+                if outcome[1] <= tolerance:
                     break
             if best[1] > tolerance and not causes and (trained := self._in_training_mode(way, tolerance)):
                 return [Cause("training mode", trained)], apart * 0, ""

@@ -48,8 +48,8 @@ def feature_file(path: Path, layer: str | None = None) -> tuple[Any, list[str] |
 def _from_hdf5(path: str, layer: str | None) -> tuple[Any, list[str] | None]:
     names = arrays_in(path)
     arrays = {name: open_array(path, name) for name in names}
-    found = [name for name, array in arrays.items() if array.ndim >= 2 and array.dtype.kind == "f"]
-    values = checked_values(arrays[_named(layer, found, path, "data set")], path)
+    candidates = [name for name, array in arrays.items() if array.ndim >= 2 and array.dtype.kind == "f"]
+    values = checked_values(arrays[_named(layer, candidates, path, "data set")], path)
     paths = arrays.get("path")
     if paths is None or h5py.check_string_dtype(paths.dtype) is None:
         return values, None
@@ -80,16 +80,16 @@ def _is_list_of_numbers(pa: Any, kind: Any) -> bool:
     return bool(is_list and types.is_floating(kind.value_type))
 
 
-def _named(layer: str | None, found: list[str], path: str, kind: str) -> str:
+def _named(layer: str | None, candidates: list[str], path: str, kind: str) -> str:
     if layer is not None:
-        named = next((name for name in found if name in (layer, f"features/{layer}")), None)
-        if named is None and (len(found) != 1 or "/" in found[0]):
-            raise unknown_name(kind, layer, found, path)
-        return named or found[0]
-    if len(found) != 1:
-        what = ", ".join(found[:8]) or "none"
+        named = next((name for name in candidates if name in (layer, f"features/{layer}")), None)
+        if named is None and (len(candidates) != 1 or "/" in candidates[0]):
+            raise unknown_name(kind, layer, candidates, path)
+        return named or candidates[0]
+    if len(candidates) != 1:
+        what = ", ".join(candidates[:8]) or "none"
         raise InputError(f"{path}: expected one {kind} of vectors, found {what}", hint="name one of them: -l NAME")
-    return found[0]
+    return candidates[0]
 
 
 def checked_values(values: Any, where: object) -> Any:

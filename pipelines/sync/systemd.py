@@ -35,6 +35,7 @@ def as_systemd(file: SyncFile) -> str:
         "ExecStart=" + " ".join(f'"{_escaped(word)}"' for word in command),
         "Restart=always",
         "RestartSec=1min",
+        "RestartPreventExitStatus=2",  # the config file is wrong
         "KillMode=mixed",
         "TimeoutStopSec=10min",
         "",

@@ -505,6 +505,7 @@ def test_systemd_runs_the_schedule_as_this_user(tmp_path: Path) -> None:
     config = write(tmp_path / "50% off.yaml", images="x", schedule=NIGHTLY)
     unit = layertap("schedule", config, "--print", "systemd").stdout.splitlines()
     assert f"User={os.geteuid()}" in unit
+    assert "RestartPreventExitStatus=2" in unit  # a mistake in the file is not tried again each minute
     # The quoting of systemd is that of a shell, but for %%.
     start = next(line for line in unit if line.startswith("ExecStart=")).removeprefix("ExecStart=")
     assert shlex.split(start.replace("%%", "%"))[-3:] == ["sync", str(config), "--schedule"]
