@@ -191,6 +191,7 @@ def zero_at_the_end() -> nn.Module:
     ),
     (zero_at_the_end, F.cross_entropy, [("zero weight", "2")]),  # and not what follows from it
     (DeadTwice, None, [("dead", "first"), ("dead", "second")]),
+    (lambda: nn.Sequential(nn.Linear(6, 2)), F.cross_entropy, []),  # not wrong labels: the network is untrained
     # Gates and sure answers are no faults.
     (lambda: scaled(1e3, nn.Linear(6, 8), nn.Sigmoid()), None, []),
     (lambda: scaled(1e-4, nn.Linear(6, 8), nn.Sigmoid(), nn.Linear(8, 2)), None, []),
@@ -199,7 +200,7 @@ def test_small_networks_have_the_findings_that_they_should(
     build: Callable[[], nn.Module], loss: Any, expected: list[tuple[str, Any]]
 ) -> None:
     torch.manual_seed(0)
-    inspection = inspect_model(build(), [(torch.randn(120, 6), torch.arange(120) % 3)], loss=loss)
+    inspection = inspect_model(build(), [(torch.randn(120, 6), torch.arange(120) % 2)], loss=loss)
     assert kinds_and_layers(inspection) == expected
     assert not any(finding.grave for finding in inspection.findings if finding.kind == "zero weight")
 
