@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ _PATH = click.Path(path_type=Path)
     },
     {
         "layers": "LAYER", "labels": "FILE[:COLUMN]", "masks": "FOLDER|FILE[:COLUMN]", "class_names": "FILE.csv",
-        "depth": "FOLDER|FILE[:COLUMN]", "results": "FOLDER", "save": "FILE.safetensors",
+        "depth": "FOLDER|FILE[:COLUMN]", "without": "FILE", "results": "FOLDER", "save": "FILE.safetensors",
     },
     leave_out=("out", "ignore_label"),
 )  # fmt: skip
@@ -56,15 +57,16 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
     library("matplotlib", "figures", "layertap probe")
     from pipelines.probe import report
 
+    say = functools.partial(print_line, err=True)
     resolved = load_config(ProbeConfig, config, given(flags))
     if resolved.similarity:
         from pipelines.probe.layer_similarity import LayerSimilarity, compare_layers
 
-        similarity, files = compare_layers(resolved)
+        similarity, files = compare_layers(resolved, say)
         print_result(similarity, as_json, LayerSimilarity.as_json, LayerSimilarity.print_text)
         _print_written(files, as_json)
         return
-    outcome, files = report.probe_and_write(resolved, lambda text: print_line(text, err=True))
+    outcome, files = report.probe_and_write(resolved, say)
     print_result(outcome, as_json, report.as_json, report.print_outcome)
     _print_written(files, as_json)
 

@@ -15,7 +15,7 @@ from pipelines.terminal.config import FROZEN
 __all__ = ["LinearIsClip", "ProbeConfig"]
 
 T = TypeVar("T")
-_OF_SIMILARITY = {"out", "layers", "seed", "similarity", "format", "results", "device", "max_memory_mb"}
+_OF_SIMILARITY = {"out", "layers", "without", "seed", "similarity", "format", "results", "device", "max_memory_mb"}
 # Results name the protocol of the literature.
 LinearIsClip = Annotated[T, BeforeValidator(lambda name: "clip" if name == "linear" else name)]
 
@@ -67,6 +67,9 @@ class ProbeConfig(BaseModel):
         gt=0,
         lt=1,
         description="Fraction to draw for testing. [default: the data set's splits, or 0.2 if it has none]",
+    )
+    without: str | None = Field(
+        None, description="Leave out the images that this file names, such as a table of `layertap findings -o`."
     )
     drop_leaks: bool = Field(False, description="Drop training images whose bytes are also in val or test.")
     scaling: Literal["none", "l2", "standardise"] | None = Field(

@@ -145,10 +145,7 @@ def run_probe(
         raise InputError(f"the protocol {config.protocol} has no probe that can be saved", hint="use another protocol")
     with contextlib.ExitStack() as stack:
         locations = data_sets(config.out)
-        readers = {
-            name: stack.enter_context(FeatureReader(path, check=isinstance(path, Path)))
-            for name, path in locations.items()
-        }
+        readers = opened_readers(config, locations, stack, say)
         columns = {(name, parts): arrays for name, reader in readers.items()
                    for parts, arrays in arrays_of(config, reader, name).items()}  # fmt: skip
         outcome.fingerprints = {name: reader.fingerprint for name, reader in readers.items()}
@@ -222,6 +219,22 @@ def data_sets(paths: Sequence[str]) -> dict[str, Path | str]:
         names = list(paths)
     locations = [path.rstrip("/") if is_url(path) else Path(path) for path in paths]
     return dict(zip(names, locations, strict=True))
+
+
+def opened_readers(
+    config: ProbeConfig, locations: Mapping[str, Path | str], stack: contextlib.ExitStack, say: Callable[[str], None]
+) -> dict[str, FeatureReader]:
+    """Return name -> reader of the rows of each data set without the images that `config.without` names.
+
+    Raises:
+        InputError: a data set cannot be read; or the file names no image of a data set, or all.
+    """
+    readers = {
+        name: stack.enter_context(FeatureReader(path, check=isinstance(path, Path))) for name, path in locations.items()
+    }
+    if config.without is None:
+        return readers
+    return {name: reader.without(config.without, say) for name, reader in readers.items()}
 
 
 def folder_of_results(config: ProbeConfig, name: str) -> Path:

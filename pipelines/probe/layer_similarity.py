@@ -19,7 +19,7 @@ from extract.analysis.similarity import MOST_COLUMNS, feature_similarity, is_too
 from extract.errors import InputError
 from extract.store.reader import FeatureReader
 from pipelines.probe.config import ProbeConfig
-from pipelines.probe.job import arrays_of, data_sets, folder_of_results
+from pipelines.probe.job import arrays_of, data_sets, folder_of_results, opened_readers
 from pipelines.terminal.figures import add_matrix, add_words, drawable, matrix_inches, save_figure
 from pipelines.terminal.output_paths import check_folder
 from pipelines.terminal.tables import holds_columns, print_aligned, table_file
@@ -103,8 +103,12 @@ class LayerSimilarity:
         return figure
 
 
-def compare_layers(config: ProbeConfig) -> tuple[LayerSimilarity, list[Path]]:
+def compare_layers(config: ProbeConfig, say: Callable[[str], None]) -> tuple[LayerSimilarity, list[Path]]:
     """Compare the layers of data sets on images that all of them have; write a table and a figure.
+
+    Args:
+        config: configuration of the run.
+        say: receives how many rows are left out.
 
     Returns:
         the result, and the written files.
@@ -115,10 +119,7 @@ def compare_layers(config: ProbeConfig) -> tuple[LayerSimilarity, list[Path]]:
         UnknownNameError: a layer does not exist.
     """
     with contextlib.ExitStack() as stack:
-        readers = {
-            name: stack.enter_context(FeatureReader(path, check=isinstance(path, Path)))
-            for name, path in data_sets(config.out).items()
-        }
+        readers = opened_readers(config, data_sets(config.out), stack, say)
         columns = {
             (name, "+".join(parts)): arrays
             for name, reader in readers.items()

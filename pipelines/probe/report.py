@@ -113,7 +113,7 @@ def _read_results(folder: Path) -> dict[str, Any]:
 def _result_settings(config: ProbeConfig) -> dict[str, Any]:
     """Return the settings that the results depend on."""
     settings = config.model_dump(mode="json", exclude={"results", "save", "device", "max_memory_mb", "format"})
-    places = {name: settings[name] for name in ("labels", "masks", "depth") if settings.get(name)}
+    places = {name: settings[name] for name in ("labels", "masks", "depth", "without") if settings.get(name)}
     return settings | {name: text_without_credentials(place) for name, place in places.items()}
 
 

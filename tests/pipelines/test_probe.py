@@ -178,6 +178,11 @@ def test_images_that_failed_or_are_in_two_sets_are_counted_and_left_out(made, tm
     assert "5 rows of train and val left out" in clean
     assert "leakage" not in clean
     assert results(tmp_path / "res")["probes"][0]["rows"] == {"train": 41, "val": 0, "test": 24}
+    (tmp_path / "bad.txt").write_text("train/ant/wrong.png\ntest/bee/01.png\n")
+    ran = succeeds(*of, "--without", tmp_path / "bad.txt")
+    assert "bad.txt: 2" in ran.stderr
+    assert "45 train, 24 test; left out: 1 failed" in ran.stdout
+    assert "leakage: the same bytes in two sets: 4 images" in ran.stdout
 
 
 # labels
@@ -548,7 +553,7 @@ def stimuli(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_layers_of_ten_images_without_labels_are_compared(stimuli: Path) -> None:
+def test_layers_of_ten_images_without_labels_are_compared(stimuli: Path, tmp_path: Path) -> None:
     assert "similarity on 10 images" in succeeds("probe", stimuli / "out", "--similarity").stdout
     folder = stimuli / "out" / "probe" / "similarity"  # beside results of probes
     assert sorted(path.name for path in folder.iterdir()) == ["similarity.csv", "similarity.png"]
@@ -567,6 +572,9 @@ def test_layers_of_ten_images_without_labels_are_compared(stimuli: Path) -> None
     assert sorted(path.name for path in folder.parent.iterdir()) == ["similarity", "similarity-2"]
     assert len((folder.parent / "similarity-2" / "similarity.csv").read_text().splitlines()) == 2
     assert (folder / "similarity.csv").read_bytes() == before
+    (folder / "two.txt").write_text("00.png\n01.png\n")
+    fewer = succeeds("probe", stimuli / "out", "--similarity", "--without", folder / "two.txt", "-o", tmp_path / "res")
+    assert "similarity on 8 images" in fewer.stdout
 
 
 def test_an_export_of_dissimilarities_takes_a_metric_and_tells_of_failed_images(stimuli: Path) -> None:
