@@ -41,8 +41,7 @@ from pipelines.terminal.text_output import STDOUT, print_line
 
 __all__ = ["SECTIONS", "main"]
 
-# What `layertap --help` lists, by purpose; `demo` stands among those to start with. A command that is missing here is
-# listed at the end.
+# What `layertap --help` lists, by purpose: every command, but `demo`, which stands among those to start with.
 SECTIONS = {
     "Extract features": ("embed", "sync"),
     "Look at data sets": ("show", "report", "findings", "search", "verify", "check", "export", "merge"),

@@ -1,4 +1,5 @@
-"""Sources of backbones. To add a source, write `from_X.py` and add a record to `SOURCES`; there is no other list.
+"""Sources of backbones. To add a source, write `from_X.py` and add a record to `SOURCES`; if it needs a library, add
+an extra to `pyproject.toml`.
 
 Below, the backbones that can be named are listed, and described without their weights.
 """

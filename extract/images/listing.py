@@ -32,12 +32,13 @@ from extract.system.similar_paths import did_you_mean, folder_or_list
 from extract.system.urls import file_system, is_http, is_missing, is_url, server_answer, without_query
 
 __all__ = [
-    "check_exists", "entries_below", "files_behind", "files_below", "in_byte_order", "is_plan", "kind_of",
+    "SUFFIXES", "check_exists", "entries_below", "files_behind", "files_below", "in_byte_order", "is_plan", "kind_of",
     "list_images", "listed_again", "no_images", "some_of",
 ]  # fmt: skip
 
 _MOST_ARCHIVES = 1_000_000
 _ARRAYS = (".npy", ".h5", ".hdf5")
+SUFFIXES = (*TABLES, *ARCHIVES, *_ARRAYS)  # of files that hold images
 
 Entry = TypeVar("Entry")
 
@@ -221,7 +222,7 @@ def kind_of(where: str) -> str:
     Raises:
         InputError: an array behind a URL, or a compressed tar.
     """
-    suffix = suffix_of(where, (*ARCHIVES, *TABLES, *_ARRAYS))
+    suffix = suffix_of(where, SUFFIXES)
     if where.startswith(PROTOCOL):
         return "Hugging Face"
     if not is_url(where) and os.path.isdir(where):  # noqa: PTH112

@@ -184,8 +184,9 @@ def name_of(images: str) -> str:
 
     The data set of a plan is named after the images that the plan lists.
     """
-    from extract.images.listing import is_plan
+    from extract.images.listing import SUFFIXES, is_plan
     from extract.images.plans import open_plan
+    from extract.images.sources import suffix_of
 
     if "://" not in images and is_plan(images):
         images = open_plan(images).root
@@ -196,7 +197,8 @@ def name_of(images: str) -> str:
     if images.startswith("hfds://"):
         name = name.replace(":", "-")  # NAME:SPLIT:COLUMN
     if not Path(images).is_dir():
-        name = re.sub(r"\.(csv|tsv|parquet|tar|zip|npy|h5|hdf5)$", "", name, flags=re.IGNORECASE)
+        suffix = suffix_of(name, SUFFIXES)
+        name = name[: -len(suffix)] if suffix in SUFFIXES else name
         name = re.sub(r"[-_.]*(\{[^{}]*\}|[*?]+|\[[^\]]*\])[-_.]*", "", name)
     return name or "images"
 

