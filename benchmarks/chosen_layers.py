@@ -1,6 +1,6 @@
 """Intervals and tests after the best of several layers is chosen, on features that are noise.
 
-    python -m benchmarks.chosen_layers RESULT.json [--protocol clip ...] [--draws 20] [--layers 260] [--seconds 200]
+    python -m benchmarks.chosen_layers RESULT.json [--protocol clip ...] [--draws 20] [--layers 260]
 
 A backbone with one layer is compared with one of one or twelve layers, as `layertap compare` does: the layer with the
 best validation score, McNemar's test on the test rows, a fifth of all. All features are noise, 16 columns wide, so the
@@ -9,7 +9,7 @@ the intervals of the chosen layer should hold the true accuracy. Few-shot has no
 
 Layers of noise are exchangeable. So for each draw of the labels, many layers are probed once, and put together to
 backbones in many orders. `backbones` in the result counts the pairs of backbones of one order: 400 are 400 simulations
-that share no layer, and the other orders only lower the standard error.
+that share no layer, and the other orders only lower the standard error, which is that of the draws.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,13 @@ from extract.analysis.probe.probing import ProbeResult, linear_probe
 COLUMNS, TESTED, ORDERS = 16, 0.2, 20
 
 
-def probed(protocol: str, n_classes: int, rows: int, layers: int, seed: int, until: float) -> list[ProbeResult]:
-    """Return the probes of layers of noise on one draw of the labels; fewer if the time is over."""
+def probed(protocol: str, n_classes: int, rows: int, layers: int, seed: int) -> list[ProbeResult]:
+    """Return the probes of layers of noise on one draw of the labels."""
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(rows) % n_classes)
     test = np.arange(rows) < round(TESTED * rows)
     results: list[ProbeResult] = []
-    while len(results) < layers and (time.monotonic() < until or not results):
+    for _ in range(layers):
         x = rng.standard_normal((rows, COLUMNS)).astype(np.float32)
         results.append(linear_probe(
             x[~test], labels[~test], x[test], labels[test], protocol=protocol, seed=seed, device="cpu"
@@ -60,26 +59,26 @@ def main() -> None:
     arguments.add_argument("--protocol", nargs="+", default=["clip", "simclr", "dinov2-logreg", "fewshot"])
     arguments.add_argument("--draws", type=int, default=20, help="of the labels")
     arguments.add_argument("--layers", type=int, default=260, help="probed for each draw")
-    arguments.add_argument("--seconds", type=float, default=math.inf, help="for the layers of a number of rows")
     arguments.add_argument("--rows", type=int, nargs="+", default=[50, 200, 500, 2000])
     given = arguments.parse_args()
     cells: list[dict[str, Any]] = []
     for protocol, rows, n_classes in itertools.product(given.protocol, given.rows, (2, 10)):
-        share = given.seconds / given.draws
-        pools = [
-            probed(protocol, n_classes, rows, given.layers, seed, time.monotonic() + share)
-            for seed in range(given.draws)
-        ]
+        pools = [probed(protocol, n_classes, rows, given.layers, seed) for seed in range(given.draws)]
         rng = np.random.default_rng(0)
         for layers in (1, 12):
-            runs, side = [], 1 + layers
-            for pool, _ in itertools.product(pools, range(ORDERS)):
-                order = [pool[place] for place in rng.permutation(len(pool))]
-                starts = range(0, len(order) - layers, side)
-                runs += [compared(order[at], order[at + 1 : at + side], 1 / n_classes) for at in starts]
-            differ, holds = np.mean(runs, axis=0).round(4).tolist() if runs else (math.nan, math.nan)
+            side, of_draws = 1 + layers, []
+            for pool in pools:
+                orders = [[pool[place] for place in rng.permutation(len(pool))] for _ in range(ORDERS)]
+                starts = range(0, len(pool) - layers, side)
+                runs = [
+                    compared(order[at], order[at + 1 : at + side], 1 / n_classes) for order in orders for at in starts
+                ]
+                of_draws.append(np.mean(runs, axis=0))
+            differ, holds = np.mean(of_draws, axis=0).round(4).tolist()
+            errors = (np.std(of_draws, axis=0, ddof=1) / math.sqrt(len(pools))).round(4).tolist()
             cells.append({"protocol": protocol, "rows": rows, "classes": n_classes, "layers": layers,
-                          "backbones": len(runs) // ORDERS, "distinguishable": differ, "held": holds})  # fmt: skip
+                          "backbones": sum(len(pool) // side for pool in pools), "distinguishable": differ,
+                          "held": holds, "standard_errors": errors})  # fmt: skip
             print(cells[-1], flush=True)
             given.result.write_text(json.dumps(cells, indent=1))
 
