@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,22 +42,18 @@ from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import Batch, Images
 from extract.images.loading import stop_on_machine_errors
 from extract.row_status import Status
-from extract.store.format.layout import RowNames, StoredFeature, create_shard
-from extract.store.format.shard import copy_shard
-from extract.store.format.writer import ShardWriter
+from extract.store.format.layout import RowNames
+from extract.store.format.writer import (
+    RowNumbers,
+    ShardWork,
+    ShardWriter,
+    StoredRows,
+    blank_rows,
+    open_part,
+    stored_rows,
+)
 
-__all__ = [
-    "ShardWork",
-    "StoredRows",
-    "Summary",
-    "batches_of",
-    "blank_rows",
-    "checked_batches",
-    "extract_shard",
-    "rows_of",
-]
-
-RowNumbers = range | NDArray[np.int64]  # ascending
+__all__ = ["Summary", "batches_of", "checked_batches", "extract_shard", "names_of", "rows_of"]
 
 
 def extract_shard(
@@ -97,7 +93,8 @@ def extract_shard(
     stages["images"] += time.perf_counter() - began
     batches = itertools.chain((first.pop() for _ in range(len(first))), batches)  # and not held any longer
     with contextlib.ExitStack() as opened:
-        writer = opened.enter_context(open_part(plan, work, beside))
+        names, sync_s = functools.partial(names_of, plan.images), plan.settings.sync_s
+        writer = opened.enter_context(open_part(plan.dataset, work, names, plan.provenance, sync_s, beside))
         for batch, features in _computed(batches, Duplicates(writer), forward, summary, stop):
             rows = rows_of(batch.unique, features, blank)
             asked = time.perf_counter()
@@ -128,56 +125,10 @@ def extract_shard(
     return publish
 
 
-@dataclass(frozen=True)
-class ShardWork:
-    """A shard that is not finished.
-
-    Attributes:
-        shard: number of the shard.
-        revision: revision of the file to write.
-        rows: rows of the data set to compute, none of which has good features.
-        published: finished file that the new one replaces; None if there is none.
-        compress: compression of the published file; None if it has none.
-    """
-
-    shard: int
-    revision: int
-    rows: RowNumbers
-    published: Path | None = None
-    compress: str | None = None
-
-
-@contextlib.contextmanager
-def open_part(plan: Plan, work: ShardWork, beside: Callable[..., Any] | None) -> Iterator[ShardWriter]:
-    """Context manager: yield the writer of a shard; create its file if it does not exist.
-
-    After an error, a new file without stored rows is removed.
-    """
-    part = plan.dataset.path(work.shard, work.revision, part=True)
-    is_new = not part.exists()
-    if is_new:
-        _create_part(plan, work, part)
-    writer = ShardWriter(plan.dataset, work.shard, work.revision, sync_s=plan.settings.sync_s, beside=beside)
-    try:
-        with writer:
-            yield writer
-    except BaseException:
-        if is_new and work.published is None and (writer.status == Status.PENDING).all():
-            part.unlink(missing_ok=True)
-        raise
-
-
-def _create_part(plan: Plan, work: ShardWork, part: Path) -> None:
-    """Create the file to write: a new one, or a copy of the finished file in which the rows of `work` are pending."""
-    dataset, images = plan.dataset, plan.images
-    rows = dataset.shard_range(work.shard)
-    if work.published is not None:
-        with dataset.open_shard(work.shard, work.published) as published:
-            copy_shard(published, part, pending=np.asarray(work.rows) - rows.start)
-        return
+def names_of(images: Images, rows: range) -> RowNames:
+    """Return what a shard keeps of its images."""
     here = images.slice(rows.start, rows.stop)
-    names = RowNames(here.paths, here.labels, here.splits, here.classes, here.ids, here.columns)
-    create_shard(part, dataset.features, dataset.identity(work.shard), names, plan.provenance)
+    return RowNames(here.paths, here.labels, here.splits, here.classes, here.ids, here.columns)
 
 
 def batches_of(rows: RowNumbers, plan: Plan) -> Iterator[list[int]]:
@@ -343,29 +294,6 @@ class Duplicates:
         return Split(batch.select(unique), batch.select(copies), np.array(origins, np.int64))
 
 
-class StoredRows(NamedTuple):
-    """Rows of a data set, as stored.
-
-    Attributes:
-        features: name -> (R, *shape), NaN for rows without an image.
-        status: (R,) uint8, the `Status` of each row.
-        reasons: row of the data set -> why it failed.
-    """
-
-    features: Values
-    status: NDArray[np.uint8]
-    reasons: dict[int, str]
-
-
-def blank_rows(features: Sequence[StoredFeature]) -> dict[str, NDArray[Any]]:
-    """Return the row of an image without features, name -> (*shape): NaN, or the smallest of whole numbers."""
-    blank = {}
-    for feature in features:
-        dtype = np.dtype(feature.value_dtype)
-        blank[feature.name] = np.full(feature.shape, np.iinfo(dtype).min if dtype.kind == "i" else np.nan, dtype)
-    return blank
-
-
 def rows_of(batch: Batch, values: Values, blank: Mapping[str, NDArray[Any]]) -> StoredRows:
     """Return the rows of a batch as stored: features, and a status for each row.
 
@@ -378,40 +306,13 @@ def rows_of(batch: Batch, values: Values, blank: Mapping[str, NDArray[Any]]) -> 
         InputError: a feature does not have one row for each image.
     """
     check_count(values, len(batch.images))
-    has_image = batch.status == Status.OK
-    stored: Values = {}
-    for name, row in blank.items():
-        if values and has_image.all():
-            stored[name] = _rounded(values[name], row.dtype)
-            continue
-        stored[name] = np.repeat(row[None], len(has_image), axis=0)
-        if values:
-            stored[name][has_image] = _rounded(values[name], row.dtype)
-    return StoredRows(stored, *_checked(batch, stored))
+    values = {name: _rounded(values[name], row.dtype) for name, row in blank.items()} if values else {}
+    return stored_rows(batch.rows, values, blank, batch.status, batch.reasons)
 
 
 def _rounded(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Cast to another dtype. Values beyond its range become infinite, and the row gets the status NOT_FINITE."""
     return values if values.dtype == dtype else torch.from_numpy(values).to(getattr(torch, dtype.name)).numpy()
-
-
-def _checked(batch: Batch, features: Values) -> tuple[NDArray[np.uint8], dict[int, str]]:
-    """Return the status of each row after the forward, and the reasons of rows that are not OK."""
-    status, reasons = batch.status.copy(), dict(batch.reasons)
-    for name, values in features.items():
-        if values.dtype.kind == "i":
-            missing = values == np.iinfo(values.dtype).min
-            reason = f"{name} has the smallest {values.dtype}, which means no value"
-        else:
-            missing = ~np.isfinite(values)
-            reason = f"{name} has NaN or infinite values"
-            if values.dtype == np.float16:
-                reason += "; the largest float16 is 65504, use float32"
-        has_missing = missing.any(axis=tuple(range(1, values.ndim)))
-        for row in np.flatnonzero(has_missing & (status == Status.OK)).tolist():
-            status[row] = Status.NOT_FINITE
-            reasons[int(batch.rows[row])] = reason
-    return status, reasons
 
 
 def _report_stored(writer: ShardWriter, reported: int, on_rows: Callable[[int, bool], None] | None) -> int:

@@ -19,7 +19,7 @@ from extract.compute.agreement import deviation
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.backends import open_forward
 from extract.errors import InputError
-from extract.extraction.pipeline import StoredRows, blank_rows, rows_of
+from extract.extraction.pipeline import rows_of
 from extract.extraction.plan import Existing, Plan, asked_of, how_decoded, how_made, resolve
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Batch, Images, listed_again, load_batches
@@ -28,6 +28,7 @@ from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.differences import differences
 from extract.store.format.value_types import ROUNDING, read_as
+from extract.store.format.writer import StoredRows, blank_rows
 from extract.store.reader import FeatureReader
 from extract.store.verify import Fault, Remedy
 

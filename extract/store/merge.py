@@ -16,10 +16,10 @@ from extract.errors import InputError, LockedError
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.store.format.kept_axes import copy_axes
-from extract.store.format.layout import RowNames, create_shard, row_bytes
+from extract.store.format.layout import RowNames, row_bytes
 from extract.store.format.shard import BLOCK_BYTES, runs
 from extract.store.format.untrusted import need_libraries
-from extract.store.format.writer import SOURCE, ShardWriter
+from extract.store.format.writer import SOURCE, open_part, work_at
 from extract.store.reader import FeatureReader
 from extract.store.text_column import TextColumn
 
@@ -192,11 +192,9 @@ def copy_rows(
         if files.published is not None and files.part is None:
             on_rows(len(row_range), True)
             continue
-        if files.part is None:
-            path = dataset.path(shard, part=True)
-            create_shard(path, dataset.features, dataset.identity(shard), names(row_range), provenance)
-        with ShardWriter(dataset, shard, files.part or 0) as writer:
-            writer.check()
+        work = work_at(dataset, shard, files)
+        assert work is not None
+        with open_part(dataset, work, names, provenance) as writer:
             todo = np.flatnonzero(writer.status == Status.PENDING)
             on_rows(len(row_range) - len(todo), True)
             for start, stop in runs(todo, at_once):

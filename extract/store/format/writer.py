@@ -16,9 +16,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import xxhash
@@ -27,18 +29,22 @@ from numpy.typing import NDArray
 from extract import defaults
 from extract.errors import InputError, LayertapError, LockedError, system_errors_as
 from extract.row_status import Status
-from extract.store.format.dataset import DataSet
-from extract.store.format.layout import ROW_DATA
+from extract.store.format.dataset import DataSet, ShardFiles
+from extract.store.format.layout import ROW_DATA, RowNames, StoredFeature, create_shard
 from extract.store.format.receipt import receipt_of
 from extract.store.format.shard import Shard, copy_shard
 from extract.store.format.value_types import encoded
 from extract.system.atomic_files import claim, discard, flush_to_disk, open_own, sync_folder, write_json
 
-__all__ = ["SOURCE", "ShardWriter", "checked", "hash_records", "hash_rows", "wrong_rows"]
+__all__ = [
+    "SOURCE", "RowNumbers", "ShardWork", "ShardWriter", "StoredRows", "blank_rows", "checked", "hash_records",
+    "hash_rows", "open_part", "stored_rows", "work_at", "wrong_rows",
+]  # fmt: skip
 
 SOURCE = ("source_size", "source_mtime_ns", "source_hash")  # columns that describe the image file of each row
 _SOURCE_TYPES = {name: np.dtype(dtype) for name, _, dtype in ROW_DATA if name in SOURCE}
 
+RowNumbers = range | NDArray[np.int64]  # ascending
 Checked = tuple[int, int, dict[str, NDArray[Any]] | None, NDArray[np.bool_]]  # what `checked` yields
 
 # Columns that record_hash covers after the path, in this order: all row data except record_hash itself.
@@ -355,6 +361,146 @@ class ShardWriter:
                 f"the rows are safe in {self._part.name}",
                 hint="run again without compression",
             )
+
+
+@dataclass(frozen=True)
+class ShardWork:
+    """A shard that is not finished.
+
+    Attributes:
+        shard: number of the shard.
+        revision: revision of the file to write.
+        rows: rows of the data set to compute, none of which has good features.
+        published: finished file that the new one replaces; None if there is none.
+        compress: compression of the published file; None if it has none.
+    """
+
+    shard: int
+    revision: int
+    rows: RowNumbers
+    published: Path | None = None
+    compress: str | None = None
+
+
+@contextmanager
+def open_part(
+    dataset: DataSet,
+    work: ShardWork,
+    names: Callable[[range], RowNames],
+    provenance: dict[str, Any],
+    sync_s: float = defaults.SYNC_S,
+    beside: Callable[..., Any] | None = None,
+) -> Iterator[ShardWriter]:
+    """Context manager: yield the writer of a shard; create its file if it does not exist.
+
+    After an error, a new file without stored rows is removed.
+
+    Args:
+        dataset: data set of the shard.
+        work: the shard. If it replaces a finished one, its file begins as a copy, in which the rows of `work` are
+            pending.
+        names: returns what is known of a range of rows.
+        provenance: provenance of a new shard.
+        sync_s: see `ShardWriter`.
+        beside: see `ShardWriter`.
+    """
+    part = dataset.path(work.shard, work.revision, part=True)
+    is_new = not part.exists()
+    if is_new and work.published is not None:
+        with dataset.open_shard(work.shard, work.published) as published:
+            copy_shard(published, part, pending=np.asarray(work.rows) - dataset.shard_range(work.shard).start)
+    elif is_new:
+        here = names(dataset.shard_range(work.shard))
+        create_shard(part, dataset.features, dataset.identity(work.shard), here, provenance)
+    writer = ShardWriter(dataset, work.shard, work.revision, sync_s=sync_s, beside=beside)
+    try:
+        with writer:
+            yield writer
+    except BaseException:
+        if is_new and work.published is None and (writer.status == Status.PENDING).all():
+            part.unlink(missing_ok=True)
+        raise
+
+
+def work_at(dataset: DataSet, shard: int, where: ShardFiles, retry_failed: bool = False) -> ShardWork | None:
+    """Return the remaining work of one shard, or None. Damaged rows of an unfinished file become pending."""
+    rows: RowNumbers = dataset.shard_range(shard)
+    first_row, published, compress = rows[0], None, None
+    if where.published is not None:
+        if where.part is None and not retry_failed:
+            return None
+        published = dataset.path(shard, where.published)
+        with dataset.open_shard(shard, published) as opened:
+            compress = next(iter(opened.compression.values()), None)
+            rows = first_row + np.flatnonzero(opened.column("status") != Status.OK)
+    if where.part is not None:
+        with ShardWriter(dataset, shard, where.part) as writer:
+            writer.check()
+            rows = first_row + np.flatnonzero(writer.status != Status.OK)
+        return ShardWork(shard, where.part, rows, published, compress)
+    revision = 0 if where.published is None else where.published + 1
+    return ShardWork(shard, revision, rows, published, compress) if len(rows) else None
+
+
+class StoredRows(NamedTuple):
+    """Rows of a data set, as stored.
+
+    Attributes:
+        features: name -> (R, *shape), NaN for rows without values.
+        status: (R,) uint8, the `Status` of each row.
+        reasons: row of the data set -> why it failed.
+    """
+
+    features: dict[str, NDArray[Any]]
+    status: NDArray[np.uint8]
+    reasons: dict[int, str]
+
+
+def blank_rows(features: Sequence[StoredFeature]) -> dict[str, NDArray[Any]]:
+    """Return the row without values, name -> (*shape): NaN, or the smallest of whole numbers."""
+    blank = {}
+    for feature in features:
+        dtype = np.dtype(feature.value_dtype)
+        blank[feature.name] = np.full(feature.shape, np.iinfo(dtype).min if dtype.kind == "i" else np.nan, dtype)
+    return blank
+
+
+def stored_rows(
+    rows: NDArray[np.int64],
+    values: Mapping[str, NDArray[Any]],
+    blank: Mapping[str, NDArray[Any]],
+    status: NDArray[np.uint8],
+    reasons: Mapping[int, str],
+) -> StoredRows:
+    """Return rows as stored, of which some may have failed; values that are not finite give a row its status.
+
+    Args:
+        rows: (R,) rows of the data set.
+        values: feature -> (V, *shape) of the rows that have not failed; empty if all have.
+        blank: the `blank_rows` of the data set, whose dtypes the values have.
+        status: (R,) status before the values are looked at.
+        reasons: row -> why it failed.
+    """
+    good, features = status == Status.OK, {}
+    for name, row in blank.items():
+        features[name] = values[name] if values and good.all() else np.repeat(row[None], len(rows), axis=0)
+        if values and not good.all():
+            features[name][good] = values[name]
+    status, reasons = status.copy(), dict(reasons)
+    for name, column in features.items():
+        if column.dtype.kind == "i":
+            missing = column == np.iinfo(column.dtype).min
+            reason = f"{name} has the smallest {column.dtype}, which means no value"
+        else:
+            missing = ~np.isfinite(column)
+            reason = f"{name} has NaN or infinite values"
+            if column.dtype == np.float16:
+                reason += "; the largest float16 is 65504, use float32"
+        has_missing = missing.any(axis=tuple(range(1, column.ndim)))
+        for place in np.flatnonzero(has_missing & (status == Status.OK)).tolist():
+            status[place] = Status.NOT_FINITE
+            reasons[int(rows[place])] = reason
+    return StoredRows(features, status, reasons)
 
 
 def hash_rows(features: Mapping[str, NDArray[Any]]) -> NDArray[np.uint64]:

@@ -130,7 +130,7 @@ def test_a_finished_shard_without_its_receipt_is_built_again(
     maker_of: Makers, tmp_path: Path, expected: FeatureReader
 ) -> None:
     with maker_of() as maker:
-        folder = tmp_path / "scratch" / f"{maker._name}-000004-0" / "shards"
+        folder = tmp_path / "scratch" / f"{maker._building._name}-000004-0" / "shards"
         folder.mkdir(parents=True)
         (folder / "000004.h5").write_bytes(b"left by a process that was killed")
         assert all(maker.build(shard) for shard in range(SHARDS))
@@ -158,19 +158,19 @@ def test_processes_that_build_the_same_shard_have_a_folder_each_and_one_of_them_
 def test_what_killed_processes_left_of_published_shards_is_removed(maker_of: Makers, tmp_path: Path) -> None:
     with maker_of() as maker:
         for shard in (1, 2):
-            folder = tmp_path / "scratch" / f"{maker._name}-{shard:06d}-0" / "shards"
+            folder = tmp_path / "scratch" / f"{maker._building._name}-{shard:06d}-0" / "shards"
             folder.mkdir(parents=True)
             (folder / f"{shard:06d}.h5.part").touch()
     with maker_of() as maker:
-        (tmp_path / "scratch" / f"{maker._name}-000001-0" / "shards" / "000001.h5.part").unlink()
+        (tmp_path / "scratch" / f"{maker._building._name}-000001-0" / "shards" / "000001.h5.part").unlink()
         maker.build(1)
-        stale = tmp_path / "scratch" / f"{maker._name}-000001-7" / "shards"
+        stale = tmp_path / "scratch" / f"{maker._building._name}-000001-7" / "shards"
         stale.mkdir(parents=True)
         (stale / "000001.h5.part").touch()
         elsewhere = tmp_path / "elsewhere"
         elsewhere.mkdir()
-        (tmp_path / "scratch" / f"{maker._name}-000001-8").symlink_to(elsewhere)
-        (tmp_path / "scratch" / f"{maker._name}-x-y").mkdir()  # not by layertap
+        (tmp_path / "scratch" / f"{maker._building._name}-000001-8").symlink_to(elsewhere)
+        (tmp_path / "scratch" / f"{maker._building._name}-x-y").mkdir()  # not by layertap
     assert left_in(tmp_path) == ["000002.h5.part"]
     assert list(elsewhere.iterdir()) == []
 
