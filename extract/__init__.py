@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from extract.compute.backbone import Backbone, load_backbone
     from extract.errors import DisagreementError, InputError, LayertapError, LockedError, UnknownNameError
     from extract.extraction.check import Cause, Check, check
+    from extract.extraction.feature_writer import FeatureWriter
     from extract.extraction.run import extract_features
     from extract.row_status import Status
     from extract.store.reader import FeatureReader
@@ -53,6 +54,7 @@ _HOMES = {
     "Taps": "extract.taps.taps",
     "Status": "extract.row_status",
     "FeatureReader": "extract.store.reader",
+    "FeatureWriter": "extract.extraction.feature_writer",
 }
 
 __all__ = [
@@ -62,6 +64,7 @@ __all__ = [
     "Check",
     "DisagreementError",
     "FeatureReader",
+    "FeatureWriter",
     "Finding",
     "GradientMonitor",
     "InputError",

@@ -168,6 +168,19 @@ def test_the_example_of_a_check_names_the_order(run: Any) -> None:
     assert "cause: order: the rows are in reverse order" in printed
 
 
+def test_the_examples_of_an_own_loop_store_texts_and_states(run: Any, place: Path) -> None:
+    assert all(len(code.splitlines()) <= 40 for code in examples("docs/guides/your-own-loop.md"))
+    found, printed = run("docs/guides/your-own-loop.md")
+    assert found["reader"].paths == list(found["texts"])
+    assert np.array_equal(found["reader"]["vector"][:], found["embed"](found["texts"].values()).detach().numpy())
+    assert found["reader"].classes == ["cats", "dogs"]
+    states = found["states"]
+    assert np.allclose(states["state"][:17][:, 0], np.sin(np.arange(17) / 9))
+    assert [failure[0] for failure in states.failures] == [17, 41]
+    assert "'the simulator reports a collision'" in printed
+    assert [path.name for path in found["shards"]] == ["000000.h5", "000001.h5"]
+
+
 def test_the_example_for_users_of_thingsvision_returns_dissimilarities(run: Any) -> None:
     found, _ = run("docs/coming-from/thingsvision.md")
     np.testing.assert_allclose(found["rdm"], 1 - np.corrcoef(found["x"].astype(np.float64)), atol=1e-12)

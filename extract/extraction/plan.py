@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,7 +47,17 @@ from extract.system.optional_libraries import installed_version, own_version
 from extract.system.torch_state import evaluating, full_float32
 from extract.system.urls import is_url
 
-__all__ = ["Existing", "Plan", "asked_of", "default_batch_size", "existing_at", "how_decoded", "how_made", "resolve"]
+__all__ = [
+    "Existing",
+    "Plan",
+    "asked_of",
+    "default_batch_size",
+    "existing_at",
+    "how_decoded",
+    "how_made",
+    "resolve",
+    "where_made",
+]
 
 FIT_BYTES = 4 << 30  # of activations, axes, and the matrix whose eigenvectors they are
 _FIT_BATCH = 8  # images in a forward of the fit: whole activations of more take much memory
@@ -567,12 +577,8 @@ def asked_of(configuration: dict[str, Any], weights: str | None = None) -> dict[
 def _provenance(
     settings: ExtractionSettings, images: Images, backbone: Backbone, depends_on: dict[str, Any]
 ) -> dict[str, Any]:
-    versions = {"python": platform.python_version(), "layertap": own_version()}
     source = SOURCES.get(backbone.spec.partition("/")[0])
     libraries = [source.library] if source is not None and source.library else []
-    for package in ("torch", "torchvision", "timm", "pillow", "numpy", "h5py", "openvino", *libraries):
-        if version := installed_version(package):  # some are optional
-            versions[package] = version
     on_gpu = backbone.device.type == "cuda"
     weights = backbone.asked.get("weights")
     if weights and Path(weights).is_file():
@@ -588,7 +594,13 @@ def _provenance(
             **settings.recorded(),
         },
         "device": torch.cuda.get_device_name(backbone.device) if on_gpu else str(backbone.device),
-        "versions": versions,
-        "machine": {"platform": platform.platform(), "host": platform.node()},
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        **where_made(["torch", "torchvision", "timm", "pillow", "numpy", "h5py", "openvino", *libraries]),
     }
+
+
+def where_made(packages: Iterable[str]) -> dict[str, Any]:
+    """Return for a provenance: the versions of packages that are installed, the machine, and the time."""
+    versions = {"python": platform.python_version(), "layertap": own_version()}
+    versions |= {package: version for package in packages if (version := installed_version(package))}
+    machine = {"platform": platform.platform(), "host": platform.node()}
+    return {"versions": versions, "machine": machine, "started": datetime.now(UTC).isoformat(timespec="seconds")}

@@ -51,9 +51,9 @@ from extract.store.reader import FeatureReader
 from extract.system.foreign_code import exits_refused
 from extract.system.urls import is_url
 
-__all__ = ["Arguments", "extract", "extract_features", "work_of"]
+__all__ = ["PUBLISHERS", "Arguments", "extract", "extract_features", "publishers", "work_of"]
 
-_PUBLISHERS = 2  # threads: the sha256 of a file takes longer than writing it
+PUBLISHERS = 2  # threads: the sha256 of a file takes longer than writing it
 _TRIED_S = 2.0  # to try images of a shard that had an I/O error; if a server is down, each takes seconds
 _SAMPLED = 16  # stored rows whose images are read again if their folder has another name than before
 
@@ -208,7 +208,7 @@ def extract(
             exits_refused(),
             contextlib.closing(loaded),
             ValidatedForward(plan, has_stored_rows, log_computation) as forward,
-            _publishers() as publisher,
+            publishers() as publisher,
         ):
             batches = checked_batches(loaded, plan.images, on_note)
             if earlier is not None:
@@ -222,7 +222,7 @@ def extract(
                 if publish is None:
                     break
                 publishing.append(publisher.submit(publish))  # while the next shards are computed
-                while len(publishing) > _PUBLISHERS or (publishing and publishing[0].done()):
+                while len(publishing) > PUBLISHERS or (publishing and publishing[0].done()):
                     _wait_until_published(publishing.popleft(), summary)
             while publishing:
                 _wait_until_published(publishing.popleft(), summary)
@@ -238,16 +238,16 @@ def extract(
 
 
 @contextlib.contextmanager
-def _publishers() -> Iterator[ThreadPoolExecutor]:
+def publishers() -> Iterator[ThreadPoolExecutor]:
     """Context manager: yield threads that publish shards.
 
     All start before there is a shard to publish: the pool does not wait for a thread during whose start Ctrl-C came,
     and the shard would be published after the lock is released.
     """
-    with ThreadPoolExecutor(_PUBLISHERS, "publisher") as publisher:
+    with ThreadPoolExecutor(PUBLISHERS, "publisher") as publisher:
         started = threading.Event()
         try:
-            for _ in range(_PUBLISHERS):
+            for _ in range(PUBLISHERS):
                 publisher.submit(started.wait)
         finally:
             started.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -106,6 +107,20 @@ def _print_lines(content: dict[str, Any], echo: Callable[[str], None]) -> None:
         echo("  " + ", ".join(f"{count:,} {status}" for status, count in content["status"].items()))
         failures = [(f["path"], f["status"], f["reason"]) for f in content["failures"]]
         print_failures(failures, Path(content["out"]), lambda line: echo(f"  {line}"))
+    if "identity" in depends_on:
+        echo("written by a program as")
+        for line in json.dumps(depends_on["identity"], indent=1, ensure_ascii=False).splitlines()[1:-1]:
+            echo(printable(f" {line}"))
+    else:
+        _print_backbone(depends_on, provenance, echo)
+    if provenance:
+        versions = ", ".join(f"{name} {number}" for name, number in provenance.get("versions", {}).items())
+        started, device = provenance.get("started", _UNKNOWN), provenance.get("device")
+        echo(f"computed {started}{f' on {device}' if device else ''} with {versions or _UNKNOWN}")
+    echo(f"fingerprint {content['fingerprint']}")
+
+
+def _print_backbone(depends_on: dict[str, Any], provenance: dict[str, Any], echo: Callable[[str], None]) -> None:
     echo("backbone")
     name, sha256, precision, stored_as, decoder = (
         depends_on.get(key, _UNKNOWN) for key in ("architecture", "weights_sha256", "precision", "stored_as", "decoder")
@@ -116,11 +131,6 @@ def _print_lines(content: dict[str, Any], echo: Callable[[str], None]) -> None:
     preprocessing = ", ".join(f"{key} {value}" for key, value in depends_on.get("preprocessing", {}).items())
     echo(f"  preprocessing {preprocessing or _UNKNOWN}" + (f" (set by the user: {user_set})" if user_set else ""))
     echo(f"  {precision}, stored as {stored_as}, decoded by {decoder}")
-    if provenance:
-        versions = ", ".join(f"{name} {number}" for name, number in provenance.get("versions", {}).items())
-        started, device = (provenance.get(key, _UNKNOWN) for key in ("started", "device"))
-        echo(f"computed {started} on {device} with {versions or _UNKNOWN}")
-    echo(f"fingerprint {content['fingerprint']}")
 
 
 def _print_counts(title: str, counts: dict[str, int], echo: Callable[[str], None]) -> None:
