@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common import created, fill, in_turn, parser, say
-from extract import FeatureReader
+from extract import FeatureReader, FeatureWriter
 from extract.store.format.layout import StoredFeature
 
 WIDTH, BATCH, ROUNDS = 1280, 256, 5
@@ -51,6 +53,44 @@ def appending(folder: Path, values: NDArray[Any]) -> None:
     taken = in_turn({RAW: raw, **ways}, ROUNDS, before=empty)
     for name in ways:
         say(name, taken[name], taken[RAW], RAW)
+
+
+def own_loop(folder: Path, values: NDArray[Any]) -> None:
+    """Compare a loop of `FeatureWriter`, from its start to its end, with the same loop that writes with h5py.
+
+    Both publish or flush to the disk. In the second pair, computing a batch takes 20 ms, as a small model does.
+    """
+    ids = [f"row {row}" for row in range(len(values))]
+
+    def batches(compute_s: float) -> Iterator[slice]:
+        for start in range(0, len(values), BATCH):
+            if compute_s:
+                time.sleep(compute_s)
+            yield slice(start, start + BATCH)
+
+    def raw(compute_s: float = 0) -> None:
+        with h5py.File(folder / "loop.h5", "w") as file:
+            data = file.create_dataset("x", values.shape, values.dtype, chunks=(BATCH, WIDTH))
+            for rows in batches(compute_s):
+                data[rows] = values[rows]
+            file.flush()
+        with (folder / "loop.h5").open("rb+") as written:
+            os.fsync(written.fileno())
+
+    def ours(compute_s: float = 0) -> None:
+        layers, out = {"x": (WIDTH, "float16")}, folder / "loop"
+        with FeatureWriter(out, ids=ids, layers=layers, identity={"b": 1}, shard_rows=len(values) // 8) as writer:
+            for rows in writer.todo(batches(compute_s), lambda rows: ids[rows]):
+                writer.write(ids[rows], {"x": values[rows]})
+
+    def empty(name: str) -> None:
+        shutil.rmtree(folder / "loop", ignore_errors=True)
+        (folder / "loop.h5").unlink(missing_ok=True)
+        os.sync()
+
+    for compute_s, name in ((0, "FeatureWriter, whole loop"), (0.02, "  with 20 ms of work a batch")):
+        taken = in_turn({"raw": lambda: raw(compute_s), "ours": lambda: ours(compute_s)}, ROUNDS, before=empty)  # noqa: B023
+        say(name, taken["ours"], taken["raw"], "h5py and fsync")
 
 
 def stored(out: Path, values: NDArray[Any], shard_rows: int) -> Any:
@@ -109,6 +149,7 @@ def main() -> None:
     given = options.parse_args()
     values = np.random.default_rng(0).normal(size=(given.rows, WIDTH)).astype(np.float16)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        own_loop(Path(folder), values)
         appending(Path(folder), values)
         reading(Path(folder), values)
 

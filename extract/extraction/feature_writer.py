@@ -126,7 +126,7 @@ class FeatureWriter:
         need_libraries(compress)
         self._images = _images(list(ids), labels, splits, columns or {})
         self._row = {id: row for row, id in enumerate(self._images.paths)}
-        features = [_feature(name, *_pair(name, layer)) for name, layer in layers.items()]
+        features = [_feature(name, layer) for name, layer in layers.items()]
         if not features:
             raise InputError("layers is empty", hint='name what a row holds, such as {"vector": (384, "float32")}')
         if same := self._images.columns.keys() & layers.keys():
@@ -184,7 +184,10 @@ class FeatureWriter:
             if error is None:
                 self._end()
             else:
-                self._publish_after(error)
+                try:
+                    self._wait(0)
+                except Exception as later:
+                    error.add_note(f"a shard that was finished before this could not be published: {later}")
                 ending.pop_all().__exit__(kind, error, trace)
         with contextlib.suppress(OSError):
             (self._dataset.out / BUILDING).rmdir()  # unless shards are left in it
@@ -351,13 +354,6 @@ class FeatureWriter:
             if path := self._publishing.popleft().result():
                 self._on_shard(path)
 
-    def _publish_after(self, error: BaseException) -> None:
-        """Wait for the shards that were finished before an error."""
-        try:
-            self._wait(0)
-        except Exception as later:
-            error.add_note(f"a shard that was finished before this error could not be published: {later}")
-
     def _end(self) -> None:
         """Publish all finished shards.
 
@@ -397,10 +393,10 @@ def _images(
     for position, id in enumerate(ids):
         if not isinstance(id, str) or not id or "\0" in id:
             raise InputError(f"ids[{position}] is {id!r}; expected text that is not empty, without null characters")
-        try:
-            os.fsencode(id)
-        except UnicodeEncodeError as error:
-            raise InputError(f"ids[{position}] is {id!r}, which cannot be encoded: {error.reason}") from error
+    try:
+        os.fsencode("".join(ids))
+    except UnicodeEncodeError as error:
+        raise InputError(f"ids has {error.object[error.start]!r}, which cannot be encoded") from error
     if not ids:
         raise InputError("ids is empty; expected the id of each row")
     if len(set(ids)) < len(ids):
@@ -429,16 +425,11 @@ def _column(name: str, values: list[Any]) -> Column:
     return array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
 
 
-def _pair(name: str, layer: Any) -> tuple[Any, Any]:
-    try:
-        shape, dtype = layer
-    except (TypeError, ValueError):
-        raise InputError(f"layer {name!r} is {layer!r}; expected (shape of a row, dtype)") from None
-    return shape, dtype
-
-
-def _feature(name: str, shape: Any, dtype: Any) -> StoredFeature:
+def _feature(name: str, layer: tuple[Any, Any]) -> StoredFeature:
     """Return a layer as it is stored."""
+    if not isinstance(layer, tuple | list) or len(layer) != 2:
+        raise InputError(f"layer {name!r} is {layer!r}; expected (shape of a row, dtype)")
+    shape, dtype = layer
     if not isinstance(name, str) or name in ("", ".") or {"/", "\0"} & set(name):
         raise InputError(f"layer {name!r}: a name is text without / and null characters", hint="rename the layer")
     kind = str(dtype).removeprefix("torch.") if isinstance(dtype, str | torch.dtype) else np.dtype(dtype).name

@@ -33,7 +33,7 @@ from extract.store.format.dataset import DataSet, ShardFiles
 from extract.store.format.layout import ROW_DATA, RowNames, StoredFeature, create_shard
 from extract.store.format.receipt import receipt_of
 from extract.store.format.shard import Shard, copy_shard
-from extract.store.format.value_types import encoded
+from extract.store.format.value_types import encoded, finite_rows
 from extract.system.atomic_files import claim, discard, flush_to_disk, open_own, sync_folder, write_json
 
 __all__ = [
@@ -488,16 +488,12 @@ def stored_rows(
             features[name][good] = values[name]
     status, reasons = status.copy(), dict(reasons)
     for name, column in features.items():
+        reason = f"{name} has NaN or infinite values"
         if column.dtype.kind == "i":
-            missing = column == np.iinfo(column.dtype).min
             reason = f"{name} has the smallest {column.dtype}, which means no value"
-        else:
-            missing = ~np.isfinite(column)
-            reason = f"{name} has NaN or infinite values"
-            if column.dtype == np.float16:
-                reason += "; the largest float16 is 65504, use float32"
-        has_missing = missing.any(axis=tuple(range(1, column.ndim)))
-        for place in np.flatnonzero(has_missing & (status == Status.OK)).tolist():
+        elif column.dtype == np.float16:
+            reason += "; the largest float16 is 65504, use float32"
+        for place in np.flatnonzero(~finite_rows(column, column.dtype.name) & (status == Status.OK)).tolist():
             status[place] = Status.NOT_FINITE
             reasons[int(rows[place])] = reason
     return StoredRows(features, status, reasons)
