@@ -316,8 +316,10 @@ class FeatureWriter:
                     self._publishing.append(self._publisher.submit(self._publish, number, dataset, opened.pop_all()))
                     self._stored[its_rows] = True
                     return False
-                is_begun = dataset.path(number, part=True).exists()
-                work = work_at(dataset, number, ShardFiles(part=0 if is_begun else None))
+                part = dataset.path(number, part=True)
+                for left in self._dataset.shards.glob(f"{number:06d}*.h5.part"):  # by `verify --repair`
+                    left.replace(part)
+                work = work_at(dataset, number, ShardFiles(part=0 if part.exists() else None))
                 assert work is not None
                 names = functools.partial(names_of, self._images)
                 writer = opened.enter_context(open_part(dataset, work, names, self._provenance, self._sync_s))

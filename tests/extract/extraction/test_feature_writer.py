@@ -20,10 +20,11 @@ from torch import nn
 from extract import FeatureReader, FeatureWriter, InputError, LayertapError, Status, Taps
 from extract.store.export import export
 from extract.store.merge import merge
-from extract.store.verify import verify
+from extract.store.verify import repair, verify
 from pipelines.cli import main
 from tests.extract.extraction import kill_writer
 from tests.extract.store.processes import killed, result_of, started
+from tests.extract.store.rows import change_a_value
 
 COUNT = 50
 IDS = [f"text {row} ü" for row in range(COUNT)][::-1]  # not sorted
@@ -415,6 +416,19 @@ def test_a_full_disk_is_told_and_stored_rows_stay(tmp_path: Path, monkeypatch: p
     monkeypatch.undo()
     assert sum(loop(tmp_path / "out")) in (COUNT - 16, COUNT - 20)
     assert_whole(tmp_path / "out")
+
+
+def test_damaged_rows_are_written_again_after_a_repair(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    loop(out)
+    change_a_value(out, 1, "vector", 5)
+    assert repair(verify(out)) == 1
+    assert loop(out, loader=batches(1)) == [1]
+    (out / ".lock").unlink()
+    for name in ("000001.h5.damaged", "000001.json.damaged"):
+        (out / "shards" / name).unlink()
+    assert not list((out / "shards").glob("*.part"))
+    assert_whole(out)
 
 
 @pytest.mark.slow
