@@ -337,6 +337,7 @@ class FeatureWriter:
 
     def _finish(self, shard: _OpenShard) -> None:
         """Publish a shard, in a thread, while the next ones are filled."""
+        shard.writer.flush()  # here: after a kill, at most the last batch of an open shard is missing
         del self._open[shard.number]
         publish = functools.partial(self._publish, shard.number, shard.dataset, shard.opened, shard.writer)
         self._publishing.append(self._publisher.submit(publish))
