@@ -31,7 +31,7 @@ from extract import defaults
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line, unknown_name
 from extract.extraction.pipeline import names_of
 from extract.extraction.plan import where_made
-from extract.extraction.run import PUBLISHERS, publishers
+from extract.extraction.run import PUBLISHERS, publishers, work_at
 from extract.images.image_list import SPLITS, Column, Images, chosen_columns, labels_from_values, text_column
 from extract.images.sources import ImageSource
 from extract.row_status import Status
@@ -40,7 +40,7 @@ from extract.store.format.layout import StoredFeature
 from extract.store.format.shard import COMPRESSIONS
 from extract.store.format.untrusted import need_libraries
 from extract.store.format.value_types import STORED_TYPES
-from extract.store.format.writer import ShardWriter, blank_rows, open_part, stored_rows, work_at
+from extract.store.format.writer import ShardWriter, open_part, stored_rows
 from extract.store.places.building import Building
 from extract.store.places.shared_folder import SharedFolder
 from extract.system.urls import is_url
@@ -152,7 +152,7 @@ class FeatureWriter:
             **where_made(["torch", "numpy", "h5py"]),
         }
         self._compress, self._sync_s, self._on_shard = compress, sync_s, on_shard
-        self._blank = blank_rows(features)
+        self._blank = {each.name: each.blank for each in features}
         self._stored = np.zeros(len(self._images), bool)  # by this writer, or before
         self._given = np.zeros(len(self._images), bool)  # to this writer
         self._open: dict[int, _OpenShard] = {}

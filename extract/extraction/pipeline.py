@@ -48,7 +48,6 @@ from extract.store.format.writer import (
     ShardWork,
     ShardWriter,
     StoredRows,
-    blank_rows,
     open_part,
     stored_rows,
 )
@@ -87,7 +86,7 @@ def extract_shard(
             last one, which was computed while another was stored.
     """
     before, began = copy.deepcopy(summary), time.perf_counter()
-    stages, reported, blank = summary.stages, 0, blank_rows(plan.computed)
+    stages, reported, blank = summary.stages, 0, {feature.name: feature.blank for feature in plan.computed}
     # The first batch is read before the file of the shard is made: where no image can be read, no file is left.
     first = list(itertools.islice(batches, 1))  # empty if the rows of an unfinished shard are all stored
     stages["images"] += time.perf_counter() - began
@@ -300,7 +299,7 @@ def rows_of(batch: Batch, values: Values, blank: Mapping[str, NDArray[Any]]) -> 
     Args:
         batch: the rows, and which of them have an image.
         values: feature -> (B, *shape) for the images; empty if there are none.
-        blank: the `blank_rows` of the data set, whose dtypes the rows get.
+        blank: feature -> its `StoredFeature.blank`, whose dtype the rows get.
 
     Raises:
         InputError: a feature does not have one row for each image.

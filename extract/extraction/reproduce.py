@@ -28,7 +28,7 @@ from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.differences import differences
 from extract.store.format.value_types import ROUNDING, read_as
-from extract.store.format.writer import StoredRows, blank_rows
+from extract.store.format.writer import StoredRows
 from extract.store.reader import FeatureReader
 from extract.store.verify import Fault, Remedy
 
@@ -101,7 +101,7 @@ def _recorded(
 
 def computed_rows(plan: Plan, batches: Sequence[list[int]]) -> Generator[tuple[Batch, StoredRows], None, None]:
     """Compute rows of a plan without validation; yield (batch, rows) for each list of row numbers in `batches`."""
-    settings, blank = plan.settings, blank_rows(plan.dataset.features)
+    settings, blank = plan.settings, {each.name: each.blank for each in plan.dataset.features}
     dtype = read_as(settings.dtype)
     loaded = load_batches(plan.images, batches, plan.decoding)
     opened = open_forward(plan.backbone, plan.choice, dtype, settings.precision, plan.engine, plan.batch_size)

@@ -46,12 +46,12 @@ from extract.store.format.dataset import BUILDING, DataSet, ShardFiles
 from extract.store.format.kept_axes import keep_axes
 from extract.store.format.layout import row_bytes
 from extract.store.format.receipt import read_receipt
-from extract.store.format.writer import ShardWork, hash_rows, work_at
+from extract.store.format.writer import RowNumbers, ShardWork, ShardWriter, hash_rows
 from extract.store.reader import FeatureReader
 from extract.system.foreign_code import exits_refused
 from extract.system.urls import is_url
 
-__all__ = ["PUBLISHERS", "Arguments", "extract", "extract_features", "publishers", "work_of"]
+__all__ = ["PUBLISHERS", "Arguments", "extract", "extract_features", "publishers", "work_at", "work_of"]
 
 PUBLISHERS = 2  # threads: the sha256 of a file takes longer than writing it
 _TRIED_S = 2.0  # to try images of a shard that had an I/O error; if a server is down, each takes seconds
@@ -378,6 +378,26 @@ def work_of(dataset: DataSet, source: ImageSource, retry_failed: bool) -> list[S
         if work is not None:
             remaining.append(work)
     return remaining
+
+
+def work_at(dataset: DataSet, shard: int, where: ShardFiles, retry_failed: bool = False) -> ShardWork | None:
+    """Return the remaining work of one shard, or None. Damaged rows of an unfinished file become pending."""
+    rows: RowNumbers = dataset.shard_range(shard)
+    first_row, published, compress = rows[0], None, None
+    if where.published is not None:
+        if where.part is None and not retry_failed:
+            return None
+        published = dataset.path(shard, where.published)
+        with dataset.open_shard(shard, published) as opened:
+            compress = next(iter(opened.compression.values()), None)
+            rows = first_row + np.flatnonzero(opened.column("status") != Status.OK)
+    if where.part is not None:
+        with ShardWriter(dataset, shard, where.part) as writer:
+            writer.check()
+            rows = first_row + np.flatnonzero(writer.status != Status.OK)
+        return ShardWork(shard, where.part, rows, published, compress)
+    revision = 0 if where.published is None else where.published + 1
+    return ShardWork(shard, revision, rows, published, compress) if len(rows) else None
 
 
 def _of_io_errors(dataset: DataSet, source: ImageSource, shard: int, where: ShardFiles) -> ShardWork | None:

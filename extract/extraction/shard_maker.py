@@ -14,10 +14,10 @@ from typing import Any
 
 from extract.extraction.pipeline import Summary, batches_of, checked_batches, extract_shard
 from extract.extraction.plan import Plan
+from extract.extraction.run import work_at
 from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import load_batches
 from extract.store.format.dataset import ShardFiles
-from extract.store.format.writer import work_at
 from extract.store.places.building import Building
 from extract.store.places.destination import Destination
 from extract.system.foreign_code import exits_refused

@@ -19,7 +19,7 @@ from extract.store.format.kept_axes import copy_axes
 from extract.store.format.layout import RowNames, row_bytes
 from extract.store.format.shard import BLOCK_BYTES, runs
 from extract.store.format.untrusted import need_libraries
-from extract.store.format.writer import SOURCE, open_part, work_at
+from extract.store.format.writer import SOURCE, ShardWork, open_part
 from extract.store.reader import FeatureReader
 from extract.store.text_column import TextColumn
 
@@ -192,9 +192,8 @@ def copy_rows(
         if files.published is not None and files.part is None:
             on_rows(len(row_range), True)
             continue
-        work = work_at(dataset, shard, files)
-        assert work is not None
-        with open_part(dataset, work, names, provenance) as writer:
+        with open_part(dataset, ShardWork(shard, files.part or 0, row_range), names, provenance) as writer:
+            writer.check()
             todo = np.flatnonzero(writer.status == Status.PENDING)
             on_rows(len(row_range) - len(todo), True)
             for start, stop in runs(todo, at_once):

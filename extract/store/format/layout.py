@@ -170,6 +170,12 @@ class StoredFeature:
         return read_as(self.dtype)
 
     @property
+    def blank(self) -> NDArray[Any]:
+        """Row without values (*shape): NaN, or the smallest of whole numbers."""
+        dtype = np.dtype(self.value_dtype)
+        return np.full(self.shape, np.iinfo(dtype).min if dtype.kind == "i" else np.nan, dtype)
+
+    @property
     def kept_dtype(self) -> np.dtype[Any]:
         """Dtype in the file."""
         return kept_as(self.dtype, self.shape)[0]

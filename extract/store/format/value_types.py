@@ -34,7 +34,7 @@ STORED_TYPES = (*VALUE_TYPES, *WHOLE_TYPES)  # of a feature
 ROUNDING = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, "int8": 0.5 / 127, "int32": 0.0, "int64": 0.0}
 _LARGEST = 127
 _LARGEST_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(_LARGEST), np.float32(0))  # 127 times it is finite
-_INFINITE = {"bfloat16": 0x7F80, "float16": 0x7C00}  # the exponent, with a fraction of 0
+_BFLOAT16_INFINITE = 0x7F80  # its exponent, with a fraction of 0
 
 
 def value_type_of(dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
@@ -54,7 +54,7 @@ def encoded(values: NDArray[Any], value_type: str) -> NDArray[Any]:
     if value_type == "bfloat16":
         bits = np.ascontiguousarray(values).view("<u4")
         rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-        rounded -= np.isfinite(values) & (rounded & 0x7FFF == _INFINITE["bfloat16"])  # the largest finite value
+        rounded -= np.isfinite(values) & (rounded & 0x7FFF == _BFLOAT16_INFINITE)  # the largest finite value
         return np.where(np.isnan(values), 0x7FC0, rounded).astype("<u2")
     rows = values.reshape(len(values), math.prod(values.shape[1:]))
     largest = np.abs(rows).max(1, initial=0)
@@ -82,12 +82,12 @@ def decoded(kept: NDArray[Any], value_type: str) -> NDArray[Any]:
 
 def finite_rows(kept: NDArray[Any], value_type: str) -> NDArray[np.bool_]:
     """Return, for each row as it is kept, whether all values are finite."""
-    rows = kept["scale"][:, None] if value_type == "int8" else kept.reshape(len(kept), math.prod(kept.shape[1:]))
+    rows = kept["scale"][:, None] if value_type == "int8" else kept.reshape(len(kept), -1)
     finite: NDArray[np.bool_]
     if value_type in WHOLE_TYPES:
         finite = rows != np.iinfo(value_type).min
-    elif value_type in _INFINITE:  # twelve times as fast as `np.isfinite` of float16
-        finite = rows.view(np.uint16) & _INFINITE[value_type] != _INFINITE[value_type]
+    elif value_type == "bfloat16":
+        finite = rows & _BFLOAT16_INFINITE != _BFLOAT16_INFINITE
     else:
         finite = np.isfinite(rows)
     return np.asarray(finite.all(1))

@@ -29,16 +29,16 @@ from numpy.typing import NDArray
 from extract import defaults
 from extract.errors import InputError, LayertapError, LockedError, system_errors_as
 from extract.row_status import Status
-from extract.store.format.dataset import DataSet, ShardFiles
-from extract.store.format.layout import ROW_DATA, RowNames, StoredFeature, create_shard
+from extract.store.format.dataset import DataSet
+from extract.store.format.layout import ROW_DATA, RowNames, create_shard
 from extract.store.format.receipt import receipt_of
 from extract.store.format.shard import Shard, copy_shard
-from extract.store.format.value_types import encoded, finite_rows
+from extract.store.format.value_types import encoded
 from extract.system.atomic_files import claim, discard, flush_to_disk, open_own, sync_folder, write_json
 
 __all__ = [
-    "SOURCE", "RowNumbers", "ShardWork", "ShardWriter", "StoredRows", "blank_rows", "checked", "hash_records",
-    "hash_rows", "open_part", "stored_rows", "work_at", "wrong_rows",
+    "SOURCE", "RowNumbers", "ShardWork", "ShardWriter", "StoredRows", "checked", "hash_records", "hash_rows",
+    "open_part", "stored_rows", "wrong_rows",
 ]  # fmt: skip
 
 SOURCE = ("source_size", "source_mtime_ns", "source_hash")  # columns that describe the image file of each row
@@ -422,26 +422,6 @@ def open_part(
         raise
 
 
-def work_at(dataset: DataSet, shard: int, where: ShardFiles, retry_failed: bool = False) -> ShardWork | None:
-    """Return the remaining work of one shard, or None. Damaged rows of an unfinished file become pending."""
-    rows: RowNumbers = dataset.shard_range(shard)
-    first_row, published, compress = rows[0], None, None
-    if where.published is not None:
-        if where.part is None and not retry_failed:
-            return None
-        published = dataset.path(shard, where.published)
-        with dataset.open_shard(shard, published) as opened:
-            compress = next(iter(opened.compression.values()), None)
-            rows = first_row + np.flatnonzero(opened.column("status") != Status.OK)
-    if where.part is not None:
-        with ShardWriter(dataset, shard, where.part) as writer:
-            writer.check()
-            rows = first_row + np.flatnonzero(writer.status != Status.OK)
-        return ShardWork(shard, where.part, rows, published, compress)
-    revision = 0 if where.published is None else where.published + 1
-    return ShardWork(shard, revision, rows, published, compress) if len(rows) else None
-
-
 class StoredRows(NamedTuple):
     """Rows of a data set, as stored.
 
@@ -456,15 +436,6 @@ class StoredRows(NamedTuple):
     reasons: dict[int, str]
 
 
-def blank_rows(features: Sequence[StoredFeature]) -> dict[str, NDArray[Any]]:
-    """Return the row without values, name -> (*shape): NaN, or the smallest of whole numbers."""
-    blank = {}
-    for feature in features:
-        dtype = np.dtype(feature.value_dtype)
-        blank[feature.name] = np.full(feature.shape, np.iinfo(dtype).min if dtype.kind == "i" else np.nan, dtype)
-    return blank
-
-
 def stored_rows(
     rows: NDArray[np.int64],
     values: Mapping[str, NDArray[Any]],
@@ -477,7 +448,7 @@ def stored_rows(
     Args:
         rows: (R,) rows of the data set.
         values: feature -> (V, *shape) of the rows that have not failed; empty if all have.
-        blank: the `blank_rows` of the data set, whose dtypes the values have.
+        blank: feature -> its `StoredFeature.blank`, whose dtype the values have.
         status: (R,) status before the values are looked at.
         reasons: row -> why it failed.
     """
@@ -493,10 +464,20 @@ def stored_rows(
             reason = f"{name} has the smallest {column.dtype}, which means no value"
         elif column.dtype == np.float16:
             reason += "; the largest float16 is 65504, use float32"
-        for place in np.flatnonzero(~finite_rows(column, column.dtype.name) & (status == Status.OK)).tolist():
+        finite = _are_finite(column).all(axis=tuple(range(1, column.ndim)))
+        for place in np.flatnonzero(~finite & (status == Status.OK)).tolist():
             status[place] = Status.NOT_FINITE
             reasons[int(rows[place])] = reason
     return StoredRows(features, status, reasons)
+
+
+def _are_finite(values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return whether each value is finite, and no whole number the one that means no value."""
+    if values.dtype.kind == "i":
+        return np.asarray(values != np.iinfo(values.dtype).min)
+    if values.dtype == np.float16:  # by the exponent: twelve times as fast as `np.isfinite`
+        return np.asarray(np.ascontiguousarray(values).view(np.uint16) & 0x7C00 != 0x7C00)
+    return np.asarray(np.isfinite(values))
 
 
 def hash_rows(features: Mapping[str, NDArray[Any]]) -> NDArray[np.uint64]:
