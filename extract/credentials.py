@@ -8,8 +8,9 @@ A URL is fetched as it was given. Every other use has three rules:
    expires, are removed beside a credential (`_BESIDE`).
 3. Everything else stays, so that `?id=1` and `?id=2` remain two images.
 
-Names are compared without case, `-` and `_`. Values are not looked at, except that a URL in a value is treated in the
-same way. A secret in the path, or in a parameter with another name, is therefore not recognised.
+Names are compared without case, `-` and `_`. Values are not looked at, as an identifier looks like a token, and a user
+could not predict what is stored; but a URL in a value is treated in the same way, as image proxies take signed URLs. A
+secret in the path, or in a parameter with another name, is therefore not recognised.
 """
 
 from __future__ import annotations
