@@ -16,25 +16,23 @@ Result = dict[str, Any]
 
 # Kind of comparison -> what is compared with what.
 COMPARED = {
-    "outputs": "output of every call of every layer, as kept by `Taps`; equal bits to a clone that a bare hook makes "
-    "at that moment",
-    "inputs": "every tensor among the arguments of every call; equal bits to a clone that a bare pre-hook makes",
-    "gradients": "gradient of every output with `keep(..., \"grad\")`; equal to the gradient in a twin whose layers "
-    "hand on clones of their outputs",
+    "outputs": "output of every call of every layer; equal bits to a clone that a bare hook makes at that moment",
+    "inputs": "every tensor among the arguments of every call; equal bits to a clone by a bare pre-hook",
+    "gradients": "gradient of every output with `keep(..., \"grad\")`; equal to that of a twin whose layers hand on "
+    "clones of their outputs",
     "gradients of parameters": "gradient of every parameter and of the pictures while those gradients are kept; equal "
-    "to the gradient without `Taps`",
-    "model outputs": "output of the model while outputs, inputs or gradients are kept; equal bits to its output "
-    "without `Taps`",
+    "to that without `Taps`",
+    "model outputs": "output of the model while outputs, inputs or gradients are kept; equal bits to that without "
+    "`Taps`",
     "model outputs under identity edits": "output of the model while every output or input is replaced by itself",
     "gradients under identity edits": "gradient of every parameter while every output is replaced by itself",
     "rows": "outputs whose rows `find_batch_axis` assigns to pictures, for up to 60 layers: five other pictures in "
     "another order; equal to each picture alone",
-    "refusals of rows": "outputs for which `find_batch_axis` raises; the outputs of five pictures alone, put together "
-    "on any axis, are not the output of the batch, or are so in a wrong order, too",
+    "refusals of rows": "outputs for which `find_batch_axis` raises; those of five pictures alone, put together on any "
+    "axis, are not that of the batch, or are so in a wrong order, too",
     "embeddings": "rows that `extract_features` stores of four PNG files; equal to the library's own preprocessing "
     "and embedding",
-    "state": "state dict, modes, `requires_grad`, hooks of layers and parameters, and function modes, before and "
-    "after",
+    "state": "state dict, modes, `requires_grad`, hooks and function modes, before and after",
 }  # fmt: skip
 
 
@@ -76,8 +74,7 @@ def page(about: dict[str, Any], results: list[Result]) -> str:
         "",
         f"Versions: {versions} ({about.get('date', '')}), on a CPU. Of each family, the smallest network that runs is "
         "compared, in eval mode, with two pictures of the smallest size from 32 to 256 that it takes. Weights are "
-        "random. Parameters that a library initialises with one value have noise, very small weights are scaled up, "
-        "and batch norms have the statistics of pictures of the same kind: without that, many layers have no effect."
+        "random, and changed so that every layer has an effect (`benchmarks/census/weights.py`)."
         + (f" {about['note']}" if "note" in about else ""),
         "",
         "```bash",
@@ -104,13 +101,13 @@ def page(about: dict[str, Any], results: list[Result]) -> str:
 
 def _notes(numbers: Counter[str]) -> str:
     return (
-        f"Of the gradients, {numbers['gradients of zero']:,} are zero. Gradients are summed in another order where "
-        f"`Taps` pass a copy on: hence the last column. {numbers['outputs with NaN']:,} outputs have NaN. "
-        f"{numbers['equal embeddings of different pictures']:,} embeddings are the same for different pictures. "
+        f"Of the gradients, {numbers['gradients of zero']:,} are zero. {numbers['outputs with NaN']:,} outputs have "
+        f"NaN. {numbers['equal embeddings of different pictures']:,} embeddings are the same for different pictures. "
         "Rounding means a difference of at most 1e-4 of the largest value of the tensor (gradients without edits: "
-        "1e-5, rows: 2e-3); for gradients of parameters also of at most 1e-6 of the largest gradient. Networks with a "
-        f"gradient that differs by more ({numbers['networks whose gradients were compared in double precision']:,}) "
-        "are compared again in double precision."
+        "1e-5, rows: 2e-3); for gradients of parameters also of at most 1e-6 of the largest gradient. Networks with "
+        "gradients that differ by more "
+        f"({numbers['networks whose gradients were compared in double precision']:,}) are compared again in double "
+        "precision."
     )
 
 

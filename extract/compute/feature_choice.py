@@ -49,7 +49,7 @@ EMBEDDING = "embedding"  # reserved layer name: the input of the backbone's clas
 
 _TRIAL_IMAGES = 3
 # A code has no mean, no cosine measures a code that rounding moves, and float32 holds none above 16,777,216: whole
-# numbers fit `none` and `flatten` and the reference engine. They have two types, as `int8` already means rounded floats.
+# numbers fit `none`, `flatten` and the reference engine. They have two types, as `int8` already means rounded floats.
 WHOLE_TYPES = {"int8": "int32", "uint8": "int32", "int16": "int32", "int32": "int32", "int64": "int64"}
 
 
