@@ -7,7 +7,7 @@ For each C, minimise the objective of scikit-learn's `LogisticRegression(C=C)` o
 The solver is L-BFGS over all rows (Liu and Nocedal 1989). All C share each pass over the rows, which may be a file
 larger than memory. The variables are preconditioned: they lie along the principal axes of the features, each scaled by
 the curvature of the objective at the start. Without this, a few axes have all of the curvature, and the solver needs
-hundreds of steps.
+hundreds of steps. The scales are chosen again, once, where the losses become small.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ _MOST_SHRINKS = 30  # of a step that does not decrease the objective enough
 _ENOUGH = 1e-4  # required share of the decrease promised by the slope (Nocedal and Wright, section 3.1)
 _ROUNDING = 1e-7  # relative rounding error of the objective in float32
 _FLATTEST = 1e-7  # of the largest variance; axes below it are rounding errors and are not stretched further
+# Where nearly all rows have small losses, the curvature of the losses has vanished, and the penalty has most of what is
+# left: axes should hardly be stretched. With the scales of the start, 45 strengths on 4,500 embeddings of CIFAR-10
+# took 3.9 times as long, and the weakest penalties ended 0.7 % above the objective, after 1,000 steps.
+_SMALL_LOSS = 0.02  # nats per row
+_FLATTEST_AT_SMALL_LOSS = 0.1  # of the largest variance
 _WIDEST = 6000  # columns for which principal axes are computed; wider features are scaled column by column
 # Multiplications of a pass over the rows for each thread, about 4 ms. On a busy machine of 2 cores, 240 rows took 16 s
 # of CPU with two threads, which spun most of the time, and take 1.0 s.
@@ -222,9 +227,15 @@ class _Problem:
         """Return the factors (M,) float64 of |W|^2 / 2."""
         return 1 / (strengths * self.count)
 
-    def scales(self, strengths: Tensor) -> Tensor:
-        """Return (M, R + 1): one over the square root of the curvature along each axis, and of the bias."""
-        along_axes = self.curvature * self.features.variances + self.penalty(strengths)[:, None].to(self.dtype)
+    def scales(self, strengths: Tensor, flattest: float = 0.0) -> Tensor:
+        """Return (M, R + 1): one over the square root of the curvature along each axis, and of the bias.
+
+        Args:
+            strengths: (M,) values of C.
+            flattest: axes of smaller variance, as a share of the largest, are scaled as if they had this variance.
+        """
+        variances = self.features.variances.clamp(min=flattest * self.features.variances.max())
+        along_axes = self.curvature * variances + self.penalty(strengths)[:, None].to(self.dtype)
         bias = along_axes.new_full((len(strengths), 1), self.curvature)
         return torch.cat([along_axes, bias], 1).rsqrt()
 
@@ -265,6 +276,11 @@ class _Problem:
     def separates(self, losses: Tensor) -> Tensor:
         """Return whether (M,) the losses of all rows add up to less than log 2, the loss of a row on the boundary."""
         return losses * self.count < math.log(2) * self.least_weight
+
+    def rescaled(self, point: Tensor, gradient: Tensor, scales: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return variables (M, V) and their gradients (M, V) for other scales (M, R + 1), and these scales."""
+        ratio = (scales / new)[:, None, :].expand(-1, self.n_outputs, -1).flatten(1)
+        return point * ratio, gradient / ratio, new
 
     def _scaled(self, variables: Tensor, scales: Tensor) -> Tensor:
         """Return (M, K, R + 1): weights along the axes, and biases at the mean of the features."""
@@ -331,7 +347,7 @@ def _minimise(problem: _Problem, strengths: Tensor, fold: Tensor, until_settled:
         raise too_large()
     active = torch.arange(len(strengths), device=problem.device)
     iterations, settled = torch.zeros_like(active), torch.zeros_like(active)  # settled: small steps in a row
-    first, done = value, torch.zeros_like(active, dtype=torch.bool)
+    first, done, rescaled = value, torch.zeros_like(active, dtype=torch.bool), torch.full_like(active, -_HISTORY)
     best, others = torch.empty_like(point), [value.clone(), loss.clone(), iterations.clone(), done.clone()]
     curvature = _Curvature(point)
     for number in range(MAX_ITERATIONS + 1):
@@ -339,7 +355,8 @@ def _minimise(problem: _Problem, strengths: Tensor, fold: Tensor, until_settled:
         slope = (direction * gradient).sum(1, dtype=torch.float64)
         # Compare with the gain too: at a small C, it is a small part of the objective, but decides the predictions.
         promised = _TOLERANCE * torch.minimum(value, (first - value).clamp(min=0))
-        done |= (-slope <= promised * (number > 0)) | (settled >= _SETTLED_STEPS)
+        knows_curvature = number - rescaled > _HISTORY // 2
+        done |= ((-slope <= promised * (number > 0)) & knows_curvature) | (settled >= _SETTLED_STEPS)
         n_done = int(done.sum())
         if n_done > _MOST_DONE * len(done) or number == MAX_ITERATIONS:
             best[active] = point
@@ -349,12 +366,21 @@ def _minimise(problem: _Problem, strengths: Tensor, fold: Tensor, until_settled:
                 break
             left = ~done
             curvature.keep(left)
-            active, first, settled, iterations, done = (
-                tensor[left] for tensor in (active, first, settled, iterations, done)
+            active, first, settled, iterations, done, rescaled = (
+                tensor[left] for tensor in (active, first, settled, iterations, done, rescaled)
             )
             scales, penalty, fold, point, value, loss, gradient, direction, slope = (
                 tensor[left] for tensor in (scales, penalty, fold, point, value, loss, gradient, direction, slope)
             )
+        easy = (loss < _SMALL_LOSS) & (rescaled < 0)
+        if number >= _HISTORY and bool(easy.any()):
+            rescaled[easy] = number
+            flatter = problem.scales(strengths[active], _FLATTEST_AT_SMALL_LOSS)
+            point, gradient, scales = problem.rescaled(point, gradient, scales, flatter.where(easy[:, None], scales))
+            all_scales[active] = scales
+            curvature.forget(easy)
+            direction = curvature.direction(gradient)
+            slope = (direction * gradient).sum(1, dtype=torch.float64)
         direction, slope = direction.masked_fill_(done[:, None], 0), slope.masked_fill(done, 0)
         step, (new_value, loss, new_gradient), moved = _line_search(
             problem, point, value, loss, gradient, direction, slope, scales, penalty, fold
@@ -400,6 +426,10 @@ class _Curvature:
         torch.mul(step, useful, out=self._vectors[:, self._last, 0])
         torch.mul(change, useful, out=self._vectors[:, self._last, 1])
         self._scale = torch.where(useful, (along / size)[:, None], self._scale)
+
+    def forget(self, chosen: Tensor) -> None:
+        """Leave out all steps of some fits."""
+        self._vectors[chosen], self._products[chosen], self._scale[chosen] = 0, 0, 1
 
     def direction(self, gradient: Tensor) -> Tensor:
         """Return the negative product (M, V) of the inverse Hessian and the gradient."""

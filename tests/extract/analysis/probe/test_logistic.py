@@ -99,6 +99,18 @@ def test_a_direction_is_that_of_the_two_loops_of_l_bfgs():
         np.testing.assert_allclose(found[i], -result, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("strength", [1.0, 1e3])
+def test_about_as_many_rows_as_columns_take_few_steps_to_the_objective_of_scikit_learn(strength):
+    generator = np.random.default_rng(0)  # the least variance along an axis is a ten-thousandth of the largest
+    y = np.arange(220) % 5
+    x = (generator.normal(size=(5, 200))[y] + 2 * generator.normal(size=(220, 200))).astype(np.float32)
+    fit = LogisticRegression(FeatureRows.of(x), y, 5).fit([strength])
+    best = objective(*reference(x, y, strength), x, y, strength)
+    assert objective(fit.weights[0], fit.biases[0], x, y, strength) == pytest.approx(best, rel=1e-4)
+    assert fit.converged.all()
+    assert fit.iterations[0] < 60  # with the scales of the start: 77 and 135
+
+
 def test_weak_regularisation_of_separable_classes_does_not_stop_early():
     generator = np.random.default_rng(0)
     y = generator.integers(0, 3, 60)
