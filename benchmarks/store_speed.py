@@ -1,7 +1,8 @@
 """The store against the plainest way to do the same: `python -m benchmarks.store_speed [FOLDER] [--rows 80000]`.
 
 Ratios of rates, medians of five rounds in turn; 1 is as fast as the plain way. 80,000 rows of 1,280 float16 (205 MB),
-written into FOLDER (a temporary one by default), read from the file cache.
+written into FOLDER (a temporary one by default), read from the file cache. Then batches to train from: 4,000 rows of
+three layers (607 MB).
 """
 
 from __future__ import annotations
@@ -10,19 +11,24 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.common import created, fill, in_turn, parser, say
 from extract import FeatureReader, FeatureWriter
+from extract.store.format.dataset import shard_rows_for
 from extract.store.format.layout import StoredFeature
 
 WIDTH, BATCH, ROUNDS = 1280, 256, 5
+MAPS = {"layer3": (256, 14, 14), "layer4": (512, 7, 7), "embedding": (512,)}  # of ResNet-18; 151 kB an image
+OF_MAPS, WORKERS = 64, 4  # batch, processes
 RAW = "raw write and fsync"
 
 
@@ -141,6 +147,55 @@ def reading(folder: Path, values: NDArray[Any]) -> None:
             say("  over 50 shards", taken["many"], taken["one"], "one file")
 
 
+class Mapped(Dataset[Any]):
+    """A hand-written data set of memory maps, or of tensors, that takes whole batches."""
+
+    def __init__(self, arrays: dict[str, Any], labels: NDArray[np.int64]):
+        self.arrays, self.labels = arrays, torch.from_numpy(labels)
+
+    def __getitem__(self, rows: NDArray[np.int64]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        return {name: torch.as_tensor(array[rows]) for name, array in self.arrays.items()}, self.labels[rows]
+
+
+def training(folder: Path, count: int) -> None:
+    """Compare shuffled epochs of three layers with those of memory maps, both by four processes, and of tensors."""
+    features = [StoredFeature(name, shape, "float16") for name, shape in MAPS.items()]
+    random = np.random.default_rng(0)
+    values = {name: random.integers(0, 99, (count, *shape), "uint8").astype("float16") for name, shape in MAPS.items()}
+    data = created(folder / "maps", features, count, shard_rows_for(features))
+    fill(data, lambda rows: {name: array[rows] for name, array in values.items()})
+    for name, array in values.items():
+        np.save(folder / f"{name}.npy", array)
+    mapped = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in MAPS}
+    order = np.random.default_rng(0).permutation(count)
+    batches: Any = [order[first : first + OF_MAPS] for first in range(0, count, OF_MAPS)]
+    with FeatureReader(folder / "maps") as reader:
+        places = {place: reader.dataset(list(MAPS), residency=place) for place in ("disk", "memory")}
+        by_hand = Mapped(mapped, np.arange(count) % 10)
+        tensors = Mapped({name: torch.from_numpy(array) for name, array in values.items()}, np.arange(count) % 10)
+        both = zip(places["disk"].batches(OF_MAPS, shuffle=True), map(by_hand.__getitem__, batches), strict=True)
+        for (x, y), (theirs, labels) in both:
+            assert torch.equal(y, labels)
+            assert all(torch.equal(x[name], theirs[name]) for name in MAPS)
+
+        def a_pass(loader: Iterable[Any]) -> None:
+            for _ in loader:
+                pass
+
+        ways = {
+            "disk": lambda: a_pass(places["disk"].batches(OF_MAPS, shuffle=True, num_workers=WORKERS)),
+            "by hand": lambda: a_pass(DataLoader(by_hand, None, sampler=batches, num_workers=WORKERS)),
+            "one process": lambda: a_pass(places["disk"].batches(OF_MAPS, shuffle=True)),
+            "memory": lambda: a_pass(places["memory"].batches(OF_MAPS, shuffle=True)),
+            "tensors": lambda: a_pass(map(tensors.__getitem__, batches)),
+        }
+        taken = in_turn(ways, ROUNDS)
+        say("batches of 3 layers, 4 workers", taken["disk"], taken["by hand"], "np.memmap, 4 workers")
+        say("  without workers", taken["one process"], taken["by hand"], "np.memmap, 4 workers")
+        say("  in memory, without workers", taken["memory"], taken["by hand"], "np.memmap, 4 workers")
+        say("  in memory, without workers", taken["memory"], taken["tensors"], "tensors[rows]")
+
+
 def main() -> None:
     """Measure, and print the ratios."""
     options = parser(__doc__)
@@ -152,6 +207,7 @@ def main() -> None:
         own_loop(Path(folder), values)
         appending(Path(folder), values)
         reading(Path(folder), values)
+        training(Path(folder), given.rows // 20)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from extract.analysis.probe.feature_matrix import FeatureRows
-from extract.analysis.probe.memory import free_bytes
 from extract.analysis.probe.metrics import Estimate, resampled
 from extract.analysis.probe.probing import MOST_IN_A_TABLE, ProbeResult, probe_device
 from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Labelled, Scorer, Settings
 from extract.errors import InputError, unknown_name
 from extract.store.tokens.token_array import TokenArray
+from extract.system.free_memory import free_bytes
 
 __all__ = ["DEPTH", "SEGMENTATION", "depth_probe", "segmentation_probe"]
 

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.logistic import LogisticRegression
-from extract.analysis.probe.memory import free_bytes
 from extract.analysis.probe.nearest_rows import MEMORY_BYTES, Neighbours, layer_to_search, nearest
 from extract.analysis.probe.probing import probe_device
 from extract.analysis.probe.protocols import N_FOLDS, stratified_folds
 from extract.errors import unknown_name
 from extract.row_status import Status
 from extract.store.reader import FeatureArray, FeatureReader
+from extract.system.free_memory import free_bytes
 
 __all__ = [
     "KINDS", "LABELS_DIFFER", "QUICK_PRODUCTS", "Finding", "K", "SimilarImages", "confident_classes", "copies",

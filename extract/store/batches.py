@@ -8,7 +8,9 @@ without it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -16,13 +18,55 @@ from numpy.typing import NDArray
 
 from extract.store.feature_array import FeatureArray
 
-__all__ = ["Shuffle", "batches", "fitting", "prefetch", "read_piece", "row_pieces"]
+__all__ = ["Epoch", "Shuffle", "batches", "fitting", "prefetch", "read_piece", "row_pieces"]
 
 Shuffle = Literal["chunks", "rows"] | None
 _Batch = tuple[NDArray[Any], NDArray[np.int64]]
 # Rows in pieces of neighbours, and the order in which they are yielded: positions in the joined pieces.
 _Window = tuple[list[NDArray[np.int64]], NDArray[np.int64]]
 _IN_ORDER_BYTES = 4 << 20  # read at once in the stored order: they stay in the caches of the processor
+_LEAST = {"batch_size": 1, "seed": 0, "start": 0, "rank": 0, "world_size": 1, "memory_bytes": 0}
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """How to take samples once, in batches; or the share of one of several processes.
+
+    Attributes:
+        batch_size: samples in each batch but the last.
+        shuffle: whether to mix them.
+        seed: seed of the order.
+        start: batches to leave out: resumes after this number of batches.
+        rank: number of this process.
+        world_size: number of processes.
+
+    Raises:
+        TypeError: a value is not an int.
+        ValueError: a value is out of range.
+    """
+
+    batch_size: int
+    shuffle: bool = False
+    seed: int = 0
+    start: int = 0
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in [name for name in vars(self) if name in _LEAST]:
+            given, least = getattr(self, name), _LEAST[name]
+            try:
+                object.__setattr__(self, name, operator.index(given))  # integers of NumPy overflow
+            except TypeError:
+                raise TypeError(f"{name} is {given!r}; it must be an int") from None
+            if given < least:
+                raise ValueError(f"{name} is {given}; it must be at least {least}")
+        if not isinstance(self.shuffle, bool):
+            raise ValueError(f"shuffle is {self.shuffle!r}; it must be True or False")
+        if self.rank >= self.world_size:
+            raise ValueError(
+                f"rank is {self.rank}; it must be 0 to {self.world_size - 1}, as world_size is {self.world_size}"
+            )
 
 
 def batches(

@@ -108,6 +108,7 @@ class FeatureArray:
     ):
         """Hold a feature of the rows of a reader; `verify` is called with the rows before they are read."""
         self._index, self._feature, self._verify = index, feature, verify
+        self.name: str = feature.name
         self.dtype: np.dtype[Any] = np.dtype(feature.value_dtype)
         self._is_encoded = feature.dtype != feature.value_dtype
         self.shape: tuple[int, ...] = (len(index), *feature.shape)

@@ -35,7 +35,7 @@ from extract.system.optional_libraries import library
 from extract.system.urls import is_url
 
 if TYPE_CHECKING:  # imports torch, which is not needed to read arrays
-    from extract.store.torch_dataset import FeatureDataset
+    from extract.store.torch_dataset import FeatureDataset, Residency
 
 __all__ = ["ArrowRows", "FeatureArray", "FeatureReader", "RowPictures", "as_utf8"]
 
@@ -408,23 +408,42 @@ class FeatureReader:
         return batches(self[layer], chosen, batch_size, shuffle=shuffle, seed=seed, memory_bytes=memory_bytes)
 
     def dataset(
-        self, layers: str | Sequence[str], *, split: str | None = None, transform: Any = None, unlabelled: bool = False
+        self,
+        layers: str | Sequence[str],
+        *,
+        split: str | None = None,
+        transform: Any = None,
+        unlabelled: bool = False,
+        targets: Any = None,
+        residency: Residency = "disk",
+        device: Any = None,
     ) -> FeatureDataset:
-        """Return the rows with status ok and a class as a `torch.utils.data.Dataset`; see `FeatureDataset`.
+        """Return the rows with status ok and a class, or all with targets, as a `torch.utils.data.Dataset`.
 
         Its positions are not rows of this reader: use `dataset.labels` and `dataset.rows`. Rows without a class are
         there, with the label -1, if `unlabelled` is True or no row has a class; otherwise a warning counts them.
 
+        Args:
+            layers: names of features; of a list, the samples have a dict of tensors.
+            split: only the rows of this split; None for all.
+            transform: applied to the features of each sample.
+            unlabelled: whether also to take rows without a class beside rows with one.
+            targets: one for each row of this reader, or a function of the row, in place of labels.
+            residency: "disk", "memory", "gpu" or "auto", see `FeatureDataset`.
+            device: device of "gpu" and "auto".
+
         Raises:
-            UnknownNameError: no such layer or split.
-            InputError: no layer is named.
+            UnknownNameError: no such layer, split or residency.
+            InputError: no layer is named, or see `FeatureDataset`.
+            LayertapError: see `FeatureDataset`.
         """
         from extract.store.torch_dataset import FeatureDataset
 
         if not layers:
             raise InputError("a dataset needs at least one layer")
         arrays = self[layers] if isinstance(layers, str) else {layer: self[layer] for layer in layers}
-        return FeatureDataset(arrays, self.labels, self._good_rows(split), transform, unlabelled)
+        rows = self._good_rows(split)
+        return FeatureDataset(arrays, self.labels, rows, transform, unlabelled, targets, residency, device)
 
     def tokens(self, layer: str, *, split: str | None = None) -> TokenArray:
         """Return the tokens of the rows with status ok: positions of maps, or patch tokens; see `TokenArray`.

@@ -150,7 +150,7 @@ def check_devices(facts: dict[str, Any]) -> Iterator[Line]:
     """Report the CPU cores, memory and GPUs that this process may use."""
     import torch
 
-    from extract.analysis.probe.memory import free_bytes
+    from extract.system.free_memory import free_bytes
 
     free = free_bytes()
     gpus: list[dict[str, Any]] = []

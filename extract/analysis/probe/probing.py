@@ -13,7 +13,6 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from extract.analysis.probe.feature_matrix import FeatureRows, Source
-from extract.analysis.probe.memory import free_bytes
 from extract.analysis.probe.metrics import (
     Estimate,
     average_precision,
@@ -29,6 +28,7 @@ from extract.analysis.probe.metrics import (
 from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Labelled, Settings, few_shot
 from extract.errors import InputError, LayertapError, first_line, unknown_name
+from extract.system.free_memory import free_bytes
 from extract.system.html_tables import Table, html_summary
 from extract.system.torch_state import device_named
 

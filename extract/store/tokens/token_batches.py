@@ -7,7 +7,6 @@ sizes of blocks and `memory_bytes`, without reading. So the place of any batch i
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.store.batches import fitting, prefetch, read_piece, row_pieces
+from extract.store.batches import Epoch, fitting, prefetch, read_piece, row_pieces
 from extract.store.feature_array import FeatureArray
 from extract.store.tokens.token_layout import TokenLayout
 
@@ -25,7 +24,6 @@ __all__ = ["TokenBatch", "TokenPass", "token_batches"]
 _IN_ORDER_BYTES = 4 << 20  # of a window that is not shuffled: it stays in the caches of the processor
 _MOST_TOKENS = (1 << 31) - 1  # of a window, which counts them in 32 bits
 _ORDER_BYTES = 4  # of a token's place in a window
-_LEAST = {"batch_size": 1, "seed": 0, "start": 0, "rank": 0, "world_size": 1, "memory_bytes": 0}
 
 
 class TokenBatch(NamedTuple):
@@ -43,42 +41,17 @@ class TokenBatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenPass:
+class TokenPass(Epoch):
     """How to iterate over tokens once; see `TokenArray.batches`.
 
     Attributes:
+        memory_bytes: maximum allocation.
         worker: number of this worker, of `workers` that divide the images of a rank.
-
-    Raises:
-        TypeError: a value is not an int.
-        ValueError: a value is out of range.
     """
 
-    batch_size: int
-    shuffle: bool = False
-    seed: int = 0
-    start: int = 0
-    rank: int = 0
-    world_size: int = 1
     memory_bytes: int = 256 << 20
     worker: int = 0
     workers: int = 1
-
-    def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            given = getattr(self, name)
-            try:
-                object.__setattr__(self, name, operator.index(given))  # integers of NumPy overflow
-            except TypeError:
-                raise TypeError(f"{name} is {given!r}; it must be an int") from None
-            if given < least:
-                raise ValueError(f"{name} is {given}; it must be at least {least}")
-        if not isinstance(self.shuffle, bool):
-            raise ValueError(f"shuffle is {self.shuffle!r}; it must be True or False")
-        if self.rank >= self.world_size:
-            raise ValueError(
-                f"rank is {self.rank}; it must be 0 to {self.world_size - 1}, as world_size is {self.world_size}"
-            )
 
     def share(self, images: int) -> tuple[int, int]:
         """Return the range of this worker, (start, stop), among a number of images."""

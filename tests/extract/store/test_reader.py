@@ -239,6 +239,7 @@ READS: list[Callable[[FeatureReader], object]] = [
     lambda reader: list(reader.batches("vector", 4, shuffle="chunks")),
     lambda reader: list(reader.batches("vector", 4, shuffle="rows")),
     lambda reader: [reader.dataset("vector")[i] for i in range(23)],
+    lambda reader: reader.dataset("vector", residency="memory"),
     lambda reader: pickle.loads(pickle.dumps(reader))["vector"][12],
     lambda reader: reader.to_arrow("vector"),
     lambda reader: reader.without([PATHS[22]])["vector"][:],

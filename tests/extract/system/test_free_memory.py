@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from extract.analysis.probe import memory
+from extract.system import free_memory
 
 
 def group(folder, limit, used, cache, names=("memory.max", "memory.current", "inactive_file")):
@@ -16,7 +16,7 @@ def group(folder, limit, used, cache, names=("memory.max", "memory.current", "in
 
 def test_free_memory_is_that_of_the_machine_at_most():
     # Other processes take and give back memory in between.
-    assert 1 << 28 < memory.free_bytes() <= 1.1 * memory._machine_bytes()
+    assert 1 << 28 < free_memory.free_bytes() <= 1.1 * free_memory._machine_bytes()
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_free_memory_is_that_of_the_machine_at_most():
 def test_limits_of_groups_count(tmp_path, limits, expected):
     for name, *numbers in limits:
         group(tmp_path / name, *numbers)
-    free = memory._group_bytes(tmp_path, "/a/b", "memory.max", "memory.current", "inactive_file")
+    free = free_memory._group_bytes(tmp_path, "/a/b", "memory.max", "memory.current", "inactive_file")
     assert free == expected
 
 
@@ -39,4 +39,4 @@ def test_the_older_groups_say_no_limit_by_a_huge_number(tmp_path):
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     group(tmp_path / "slurm/job", 5000, 1000, 500, names)
     group(tmp_path, 9223372036854771712, 1000, 0, names)
-    assert memory._group_bytes(tmp_path, "/slurm/job", *names) == [4500]
+    assert free_memory._group_bytes(tmp_path, "/slurm/job", *names) == [4500]
