@@ -194,6 +194,13 @@ def training(folder: Path, count: int) -> None:
         say("  without workers", taken["one process"], taken["by hand"], "np.memmap, 4 workers")
         say("  in memory, without workers", taken["memory"], taken["by hand"], "np.memmap, 4 workers")
         say("  in memory, without workers", taken["memory"], taken["tensors"], "tensors[rows]")
+        vectors = reader.dataset("embedding", residency="memory")
+        ways = {
+            "whole": lambda: a_pass(vectors.batches(BATCH, shuffle=True)),
+            "samples": lambda: a_pass(DataLoader(vectors, BATCH, shuffle=True)),
+        }
+        taken = in_turn(ways, ROUNDS, calls=10)
+        say("batches of 256 vectors in memory", taken["whole"], taken["samples"], "DataLoader(dataset, 256)")
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ __all__ = ["FeatureDataset", "Residency"]
 Residency = Literal["auto", "gpu", "memory", "disk"]
 _SHARE_OF_AUTO = 0.5  # of the free memory; a program that trains needs memory, too
 _SHARE = 0.9  # free memory is an estimate, and Linux ends a process that takes too much
-_READ_BYTES = 4 << 20  # of a layer at once, while it is read into memory
+_READ_BYTES, _BUFFER_BYTES = 4 << 20, 1 << 30  # at once, and at most, while a layer is read into memory
 _CPU = torch.device("cpu")
 
 
@@ -129,7 +129,7 @@ class FeatureDataset(Dataset[tuple[Any, Any]]):
             batch: tuple[Any, Any] = tuple(default_collate(self.__getitems__(index)))
             return batch
         features, targets = self._read(index)
-        if not isinstance(targets, Tensor):
+        if callable(self._targets):
             targets = self._stacked(targets, index)
         return (next(iter(features.values())) if self._is_single else features), targets
 
@@ -140,11 +140,9 @@ class FeatureDataset(Dataset[tuple[Any, Any]]):
         samples: Any = (each[0] if self._is_single else dict(zip(features, each, strict=True)) for each in values)
         if self._transform is not None:
             samples = map(self._transform, samples)
-        if self._gives_labels and isinstance(targets, Tensor):
-            targets = targets.tolist()
-        return list(zip(samples, targets, strict=True))
+        return list(zip(samples, targets.tolist() if self._gives_labels else targets, strict=True))
 
-    def _read(self, indices: Any) -> tuple[dict[str, Tensor], Tensor | list[Any]]:
+    def _read(self, indices: Any) -> tuple[dict[str, Tensor], Any]:
         """Return layer -> (B, *shape), and the targets (B, ...), or a list of those that a function returned."""
         positions = self._positions(indices)
         rows = self.rows[positions]
@@ -170,12 +168,10 @@ class FeatureDataset(Dataset[tuple[Any, Any]]):
             ) from None
 
     def _stacked(self, targets: list[Tensor], indices: Any) -> Tensor:
-        shapes = {tuple(target.shape): row for target, row in zip(targets, self.rows[np.asarray(indices)], strict=True)}
-        if len(shapes) > 1:
-            (one, row), (two, other) = list(shapes.items())[:2]
-            raise InputError(
-                f"the targets of rows {row} and {other} have the shapes {one} and {two}; a batch needs one shape"
-            )
+        for row, target in zip(self.rows[np.asarray(indices)], targets, strict=True):
+            if target.shape != targets[0].shape:
+                expected, found = tuple(targets[0].shape), tuple(target.shape)
+                raise InputError(f"the target of row {row} has the shape {found}; expected {expected}, as in its batch")
         return torch.stack(targets)
 
     def batches(
@@ -219,7 +215,7 @@ class FeatureDataset(Dataset[tuple[Any, Any]]):
         chosen = _positions_of(epoch, len(self))
         # A generator of its own: a pass that is resumed leaves PyTorch's own generator as it is.
         options = {"generator": torch.Generator().manual_seed(epoch.seed), **options}
-        return DataLoader(self, batch_size=None, sampler=chosen, collate_fn=_unchanged, **options)
+        return DataLoader(self, batch_size=None, sampler=chosen, **options)
 
 
 def _positions_of(epoch: Epoch, samples: int) -> list[NDArray[np.int64]]:
@@ -232,10 +228,6 @@ def _positions_of(epoch: Epoch, samples: int) -> list[NDArray[np.int64]]:
     if epoch.start > len(starts):
         raise ValueError(f"start is {epoch.start}; it must be at most {len(starts)}, the number of batches")
     return [own[first : first + epoch.batch_size] for first in starts[epoch.start :]]
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 def _copied(target: Any) -> Tensor:
@@ -304,8 +296,7 @@ def _read_once(array: FeatureArray, rows: NDArray[np.int64], device: torch.devic
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
     held = torch.empty((len(rows), *array.shape[1:]), dtype=dtype, device=device)
     at_once, start = max(1, _READ_BYTES // max(1, array.row_bytes)), 0
-    buffer_bytes = max(256 << 20, 4 * array.row_bytes)
-    for values, _ in batches(array, rows, at_once, shuffle=None, seed=0, memory_bytes=buffer_bytes):
+    for values, _ in batches(array, rows, at_once, shuffle=None, seed=0, memory_bytes=_BUFFER_BYTES):
         held[start : start + len(values)] = torch.from_numpy(values)
         start += len(values)
     return held

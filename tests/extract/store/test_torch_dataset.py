@@ -119,7 +119,9 @@ def test_a_function_gives_the_targets_of_rows_when_they_are_read(plain: FeatureR
     assert asked == GOOD[[7, 3]].tolist()
     assert np.array_equal(x, VALUES["vector"][asked])
     assert y.tolist() == [[[row], [row]] for row in asked]
-    with pytest.raises(InputError, match=r"targets of rows 4 and 22 have the shapes \(2, 1\) and \(2, 2\)"):
+    with pytest.raises(
+        InputError, match=r"target of row 22 has the shape \(2, 2\); expected \(2, 1\), as in its batch"
+    ):
         dataset[[3, -1]]
 
 
@@ -174,6 +176,10 @@ def test_everything_of_a_batch_lies_on_the_device(plain: FeatureReader, monkeypa
         assert (x["map:none"].shape, x["map:none"].dtype, y.shape) == ((5, 2, 3, 4), torch.float16, (5, 2))
     with pytest.raises(InputError, match="num_workers is 2; rows on meta are read without workers"):
         dataset.batches(5, num_workers=2)
+    monkeypatch.setattr(torch_dataset, "_free_bytes", lambda device: 0 if device.type == "meta" else 1 << 40)
+    assert plain.dataset("vector", residency="auto", device="cuda").residency == "memory"
+    with pytest.raises(LayertapError, match="22 rows of vector take 0.0 MB, more than 90% of the 0.0 MB free on meta"):
+        plain.dataset("vector", residency="gpu")
 
 
 @pytest.mark.gpu
