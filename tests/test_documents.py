@@ -195,7 +195,7 @@ def test_the_tokens_example_reads_probes_streams_and_trains(place: Path, run: An
         mask[:, picture.width // 2 :], mask[: picture.height // 4] = 1, 255
         (place / "masks" / path.parent.name).mkdir(parents=True, exist_ok=True)
         Image.fromarray(mask).save(place / "masks" / path.relative_to(place / "photos"))
-    layers, whole = ["blocks.2:grid14", "blocks.4:none"], {"size": 224, "crop": 224}
+    layers, whole = ["blocks.3:none", "blocks.4:none"], {"size": 224, "crop": 224}
     how: dict[str, Any] = {"preprocessing": whole, "workers": 0, "progress": False}
     extract_features(place / "photos", out=place / "outputs" / "photos-maps", layers=layers, **how).close()
     found, _ = run("docs/guides/tokens.md")
