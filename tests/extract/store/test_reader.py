@@ -399,6 +399,7 @@ def test_rows_without_a_class_are_left_out_of_a_torch_data_set_where_others_have
         torch.nn.functional.cross_entropy(torch.zeros(len(y), 3), y)
         with warnings.catch_warnings(action="error"):
             everything = reader.dataset("vector", unlabelled=True)
+            assert len(reader.dataset("vector", targets=np.zeros(ROWS))) == 21  # no class is needed
         assert (len(everything), everything[1][1]) == (21, -1)
         # A subset by labels has the rows of a class.
         subset = Subset(dataset, np.flatnonzero(dataset.labels == 1).tolist())

@@ -38,7 +38,10 @@ def rows_of(batches: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_batch_has_the_rows_of_its_positions_wherever_they_lie(reader: FeatureReader, place: Any) -> None:
+def test_a_batch_has_the_rows_of_its_positions_wherever_they_lie(
+    reader: FeatureReader, place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_dataset, "_READ_BYTES", 100)  # four vectors, two maps
     dataset = reader.dataset(["map:none", "vector"], targets=TARGETS, residency=place)
     labelled = reader.dataset("vector", residency=place, split="train")
     assert (dataset.residency, dataset.device.type) == (place, "cpu")
