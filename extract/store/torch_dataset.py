@@ -44,8 +44,8 @@ class FeatureDataset(Dataset[tuple[Any, Any]]):
         dogs = Subset(dataset, np.flatnonzero(dataset.labels == reader.classes.index("dog")))
         dataset.rows[5]                  # row of the reader of sample 5, for reader.paths and other columns
 
-    `dataset[5]` is a sample, `dataset[[5, 3]]` a batch of tensors. Either is read in one pass, as are the samples that
-    a `DataLoader` joins (`__getitems__`). Any sampler gives whole batches:
+    `dataset[5]` is a sample, `dataset[[5, 3]]` a batch of tensors, read in one pass, as are the samples that a
+    `DataLoader` joins (`__getitems__`). Any sampler gives whole batches:
 
         DataLoader(dataset, None, sampler=BatchSampler(DistributedSampler(dataset), 256, False), num_workers=2)
 
@@ -185,12 +185,13 @@ class FeatureDataset(Dataset[tuple[Any, Any]]):
         world_size: int = 1,
         **options: Any,
     ) -> DataLoader[tuple[Any, Any]]:
-        """Return a `DataLoader` of one epoch, whose batches are read whole: no Python runs for each sample.
+        """Return a `DataLoader` of one epoch, whose batches are read whole.
 
             for step, (x, y) in enumerate(dataset.batches(256, shuffle=True, seed=epoch, start=done), done): ...
 
         The same arguments give the same batches on any machine, whatever the residency and the number of workers. The
-        number of the epoch as `seed` and of used batches as `start` are the whole state of a training run.
+        number of the epoch as `seed` and of used batches as `start` are the whole state to resume with. Without a
+        transform and a function of targets, no Python runs for each sample.
 
         With a slow disk, `FeatureReader.batches` with `shuffle="chunks"` reads one layer in blocks.
 
@@ -213,7 +214,8 @@ class FeatureDataset(Dataset[tuple[Any, Any]]):
             raise InputError(f"num_workers is {options['num_workers']}; rows on {self.device} are read without workers")
         epoch = Epoch(batch_size, shuffle, seed, start, rank, world_size)
         chosen = _positions_of(epoch, len(self))
-        # A generator of its own: a pass that is resumed leaves PyTorch's own generator as it is.
+        # A list of positions is a sampler: workers, pinning and the order of batches are PyTorch's. Its generator is
+        # its own: otherwise each epoch, and each that is resumed, would draw from that of dropout.
         options = {"generator": torch.Generator().manual_seed(epoch.seed), **options}
         return DataLoader(self, batch_size=None, sampler=chosen, **options)
 
