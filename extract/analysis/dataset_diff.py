@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.compute.agreement import cosines, deviation
+from extract.compute.agreement import cosines, deviations
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.differences import changes
@@ -26,8 +26,8 @@ class Similarity:
     Attributes:
         least, median: over the images.
         path: path of the image with the least cosine, in the first data set.
-        deviation: largest difference between two values, relative to the first data set's largest value in the same
-            block of rows.
+        deviation: largest difference between two values, relative to the largest value of the row in the first data
+            set.
     """
 
     least: float
@@ -111,6 +111,6 @@ def _similarity(
         block = slice(start, start + step)
         ours, theirs = reader[name][rows[block]], other[name][other_rows[block]]
         values[block] = cosines(ours, theirs)
-        largest = max(largest, deviation(theirs, ours))
+        largest = max(largest, float(deviations(theirs, ours).max()))
     least = int(values.argmin())
     return Similarity(float(values[least]), float(np.median(values)), reader.paths[int(rows[least])], largest)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FULL_PRECISION", "Agreement", "agreement", "cosines", "deviation", "refusal"]
+__all__ = ["FULL_PRECISION", "Agreement", "agreement", "cosines", "deviations", "refusal"]
 
 FULL_PRECISION = 1e-5  # largest deviation of compiled float32 code, relative to the largest value
 
@@ -29,11 +29,18 @@ def cosines(rows: NDArray[Any], others: NDArray[Any]) -> NDArray[np.float64]:
     return cosines
 
 
-def deviation(values: NDArray[Any], expected: NDArray[Any]) -> float:
-    """Return the largest difference, relative to the largest expected value (absolute if that is 0)."""
-    largest = float(np.abs(expected.astype(np.float64)).max(initial=0))
-    apart = float(np.abs(values.astype(np.float64) - expected.astype(np.float64)).max(initial=0))
-    return apart / largest if largest else apart
+def deviations(rows: NDArray[Any], expected: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the (R,) largest differences of rows, relative to the largest expected value (absolute if that is 0).
+
+    Args:
+        rows: (R, *shape), R at least 1.
+        expected: (R, *shape), flattened or not. The result is NaN where a value of either is.
+    """
+    values, others = (values.reshape(len(values), -1).astype(np.float64) for values in (rows, expected))
+    largest = np.abs(others).max(1, initial=0)
+    with np.errstate(invalid="ignore"):  # from infinite values
+        apart: NDArray[np.float64] = np.abs(values - others).max(1, initial=0) / np.where(largest == 0, 1, largest)
+    return apart
 
 
 @dataclass(frozen=True)

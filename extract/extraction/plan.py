@@ -292,9 +292,10 @@ def _recorded(existing: DataSet, feature: Feature, wanted: AxesSource, fit_on: i
     Raises:
         InputError: the file is missing or was changed, or its axes were fitted to another number of these images.
     """
-    attributes = next((stored.attributes for stored in existing.features if stored.name == feature.name), {})
+    of = {"layer": str(feature.site), "pooling": feature.pooling}.items()
+    attributes = next((stored.attributes for stored in existing.features if of <= stored.attributes.items()), {})
     recorded = attributes.get(AXES_HASH)
-    if recorded not in recorded_axes(existing) or attributes.get("pooling") != feature.pooling:
+    if recorded not in recorded_axes(existing):
         return None
     path = axes_file(existing, recorded)
     source = axes_source(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from extract import defaults
 from extract.backbones import load_text_tower
 from extract.backbones.loading import permitted
-from extract.compute.agreement import deviation
+from extract.compute.agreement import deviations
 from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.backends import open_forward
+from extract.compute.forward import Values
 from extract.errors import InputError
 from extract.extraction.pipeline import rows_of
 from extract.extraction.plan import Existing, Plan, asked_of, how_decoded, how_made, resolve
@@ -33,8 +34,8 @@ from extract.store.reader import FeatureReader
 from extract.store.verify import Fault, Remedy
 
 __all__ = [
-    "TOLERANCE", "Recheck", "computed_rows", "features_of_file", "features_of_text", "recheck", "recorded_backbone",
-    "recorded_plan",
+    "TOLERANCE", "ComparedRow", "Recheck", "compared", "computed_rows", "features_of_file", "features_of_text",
+    "images_of", "in_batches", "recheck", "recorded_backbone", "recorded_plan", "some_rows",
 ]  # fmt: skip
 
 # Relative to the largest value of a row. Other batches, thread counts and machines change float32 features by 1e-6 to
@@ -45,7 +46,7 @@ TOLERANCE = {"float32": 1e-3, "tf32": 5e-3, "float16": 5e-3, "bfloat16": 3e-2, "
 
 def recorded_plan(
     dataset: DataSet, provenance: dict[str, Any], images: Images, backbone: Backbone | str | None = None,
-    weights: str | None = None, device: str = defaults.DEVICE, workers: int = 0,
+    weights: str | None = None, device: str = defaults.DEVICE, workers: int = 0, layer: str | None = None,
 ) -> Plan:  # fmt: skip
     """Plan a run for these images with the recorded settings of a data set.
 
@@ -57,6 +58,7 @@ def recorded_plan(
         weights: a name or file; None: the recorded weights.
         device: device to compute on; "auto" is the CPU if the recorded engine is OpenVINO.
         workers: processes that decode.
+        layer: the only layer to compute; None: the recorded layers.
 
     Raises:
         InputError: the data set does not record its settings, its backbone cannot be loaded, or `backbone` is None and
@@ -65,6 +67,7 @@ def recorded_plan(
     """
     backbone, recorded = recorded_backbone(dataset, provenance, backbone, weights, device)
     recorded["compile"] = recorded["compile"].replace("auto", "off")
+    recorded["layers"] = [layer] if layer else recorded["layers"]
     settings = ExtractionSettings(workers=workers, distortion=None, fit_on=None, **recorded)
     return resolve(settings, images, backbone, Existing(str(dataset.out), dataset, has_rows=True))
 
@@ -108,6 +111,11 @@ def computed_rows(plan: Plan, batches: Sequence[list[int]]) -> Generator[tuple[B
     with contextlib.closing(loaded), opened as forward:
         for batch in loaded:
             yield batch, rows_of(batch, forward(batch.images) if len(batch.images) else {}, blank)
+
+
+def in_batches(positions: NDArray[np.int64], size: int = defaults.BATCH_SIZE) -> list[list[int]]:
+    """Return positions in batches for `computed_rows`."""
+    return [part.tolist() for part in np.split(positions, np.arange(size, len(positions), size))]
 
 
 def features_of_text(
@@ -185,6 +193,68 @@ def features_of_file(
     return {name: rows[0] for name, rows in values.items()}
 
 
+@dataclass(frozen=True)
+class ComparedRow:
+    """A row computed again beside the stored one.
+
+    Attributes:
+        row: its number among the stored rows.
+        path: of its image.
+        features: feature -> (*shape), as computed again.
+        deviation: largest of a feature, relative to the largest value of the stored row; NaN: one is not finite.
+        status: OK; NOT_FINITE if computed values are not; any other if the image could not be read.
+        reason: why it is not OK.
+        source_hash: (16,) uint8, of the bytes of its image.
+        mtime_ns: modification time of its image, or `UNKNOWN`.
+    """
+
+    row: int
+    path: str
+    features: Values
+    deviation: float
+    status: Status
+    reason: str
+    source_hash: NDArray[np.uint8]
+    mtime_ns: int
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its image could be read."""
+        return self.status in (Status.OK, Status.NOT_FINITE)
+
+
+def compared(plan: Plan, stored: Mapping[str, Any], rows: NDArray[np.int64]) -> Generator[ComparedRow, None, None]:
+    """Compute rows again and compare them with the stored ones, without a tolerance.
+
+    Args:
+        plan: its image i is that of row `rows[i]`.
+        stored: feature of the plan -> (N, *shape), all stored rows.
+        rows: (R,), ascending.
+    """
+    with contextlib.closing(computed_rows(plan, in_batches(np.arange(len(rows))))) as computed:
+        for batch, (features, status, reasons) in computed:
+            here = rows[batch.rows]
+            apart = np.max([deviations(features[name], values[here]) for name, values in stored.items()], axis=0)
+            for i, position in enumerate(batch.rows.tolist()):
+                values = {name: features[name][i] for name in stored}
+                yield ComparedRow(
+                    int(here[i]), plan.images.paths[position], values, float(apart[i]), Status(status[i]),
+                    reasons.get(position, ""), batch.source_hash[i], int(batch.source_mtime_ns[i]),
+                )  # fmt: skip
+
+
+def some_rows(name: object, good: NDArray[np.int64], sample: int, seed: int) -> NDArray[np.int64]:
+    """Return rows with features chosen at random, ascending; all if there are fewer.
+
+    Raises:
+        InputError: there are none.
+    """
+    if not len(good):
+        raise InputError(f"{name} has no row with features")
+    chosen: NDArray[np.int64] = np.sort(np.random.default_rng(seed).permutation(good)[:sample])
+    return chosen
+
+
 @dataclass
 class Recheck:
     """Comparison of features computed again with the stored ones.
@@ -196,25 +266,21 @@ class Recheck:
             whose image cannot be read. If the fingerprint differs, no row is compared, and each fault is a difference
             of the fingerprint.
         apart: faults whose image has not changed since it was stored, and differences of the fingerprint.
+        n_same: number of rows whose image is the one that was stored.
     """
 
-    n_rows: int
-    largest: float
-    faults: list[Fault]
+    n_rows: int = 0
+    largest: float = 0.0
+    faults: list[Fault] = field(default_factory=list)
     apart: list[Fault] = field(default_factory=list)
+    n_same: int = 0
 
 
 def recheck(
-    out: Path,
-    sample: int,
-    *,
-    seed: int = defaults.SEED,
-    images: str | os.PathLike[str] | None = None,
-    backbone: Backbone | str | None = None,
-    weights: str | None = None,
-    device: str = defaults.DEVICE,
+    out: Path, sample: int, *, seed: int = defaults.SEED, images: str | os.PathLike[str] | None = None,
+    backbone: Backbone | str | None = None, weights: str | None = None, device: str = defaults.DEVICE,
     workers: int = defaults.WORKERS,
-) -> Recheck:
+) -> Recheck:  # fmt: skip
     """Compute random rows again with the recorded settings of the data set, and compare them with the stored rows.
 
     Args:
@@ -231,55 +297,49 @@ def recheck(
         InputError: the data set, its features or its images are missing, or its backbone cannot be loaded.
         LayertapError: see `FeatureReader` and `load_backbone`.
     """
-    dataset = DataSet.open(out)
+    dataset, checked = DataSet.open(out), Recheck()
     with FeatureReader(out, partial=True) as reader:
-        good = np.flatnonzero(reader.status == Status.OK)
-        if not len(good):
-            raise InputError(f"{out} has no row with features")
-        chosen = np.sort(np.random.default_rng(seed).permutation(good)[:sample])
-        sampled = _listed(dataset, [reader.paths[row] for row in chosen], images)
+        chosen = some_rows(out, np.flatnonzero(reader.status == Status.OK), sample, seed)
+        listed = images_of(dataset, [reader.paths[row] for row in chosen], images)
         workers = workers if len(chosen) > defaults.BATCH_SIZE else 0
-        plan = recorded_plan(dataset, reader.provenance, sampled, backbone, weights, device, workers)
+        plan = recorded_plan(dataset, reader.provenance, listed, backbone, weights, device, workers)
         if changed := differences(dataset.depends_on, plan.dataset.depends_on):
             others = [Fault(f"computed with another {line}", Remedy.NONE) for line in changed]
-            return Recheck(0, 0.0, others, others)
-        size = defaults.BATCH_SIZE
-        batches = [list(range(len(chosen)))[start : start + size] for start in range(0, len(chosen), size)]
+            return Recheck(faults=others, apart=others)
         tolerance = TOLERANCE[plan.settings.precision] + max(ROUNDING[feature.dtype] for feature in dataset.features)
-        checked = Recheck(0, 0.0, [], [])
-
-        def fault(what: str, remedy: Remedy, position: int, path: str) -> None:
-            file, shard, row = reader.place_of(position)
-            checked.faults.append(Fault(what, remedy, shard, file.relative_to(out).as_posix(), row, path))
-
-        with contextlib.closing(computed_rows(plan, batches)) as computed:
-            for batch, (again, status, reasons) in computed:
-                here = chosen[batch.rows]
-                stored = {name: reader[name][here] for name in reader.layers}
-                hashes = reader.column("source_hash")[here]
-                for i, row in enumerate(here.tolist()):
-                    path, reason = sampled.paths[batch.rows[i]], reasons.get(int(batch.rows[i]), "")
-                    if status[i] not in (Status.OK, Status.NOT_FINITE):
-                        fault(f"its image cannot be read any more: {reason}", Remedy.NONE, row, path)
-                        continue
-                    checked.n_rows += 1
-                    same_image = (batch.source_hash[i] == hashes[i]).all()
-                    if status[i] == Status.NOT_FINITE:
-                        what = f"features computed again are not finite: {reason}"
-                    else:
-                        off = max(deviation(values[i], stored[name][i]) for name, values in again.items())
-                        checked.largest = max(checked.largest, off)
-                        if off <= tolerance:
-                            continue
-                        why = "its image is the same" if same_image else "its image has changed since"
-                        what = f"features computed again differ by {off:.1e}; {why}"
-                    fault(what, Remedy.ROW, row, path)
-                    if same_image:
+        stored, hashes = {name: reader[name] for name in reader.layers}, reader.column("source_hash")
+        with contextlib.closing(compared(plan, stored, chosen)) as rows:
+            for each in rows:
+                is_same = each.is_read and bool((each.source_hash == hashes[each.row]).all())
+                checked.n_same += is_same
+                checked.n_rows += each.is_read
+                if each.status == Status.OK:
+                    checked.largest = float(np.fmax(checked.largest, each.deviation))
+                if what := _difference(each, tolerance, is_same):
+                    file, shard, row = reader.place_of(each.row)
+                    remedy = Remedy.ROW if each.is_read else Remedy.NONE
+                    checked.faults.append(Fault(what, remedy, shard, file.relative_to(out).as_posix(), row, each.path))
+                    if is_same:
                         checked.apart.append(checked.faults[-1])
     return checked
 
 
-def _listed(dataset: DataSet, paths: list[str], images: str | os.PathLike[str] | None) -> Images:
+def _difference(each: ComparedRow, tolerance: float, is_same: bool) -> str:
+    """Return how a row differs from the stored one; "" if it agrees."""
+    if not each.is_read:
+        return f"its image cannot be read any more: {each.reason}"
+    if each.status != Status.OK:
+        return f"features computed again are not finite: {each.reason}"
+    why = "its image is the same" if is_same else "its image has changed since"
+    return "" if each.deviation <= tolerance else f"features computed again differ by {each.deviation:.1e}; {why}"
+
+
+def images_of(dataset: DataSet, paths: Sequence[str], images: str | os.PathLike[str] | None) -> Images:
+    """Return the images of some rows of a data set, by their paths, where the user or the data set says.
+
+    Raises:
+        InputError: see `listed_again`.
+    """
     try:
         return listed_again(dataset.images["root"], paths, None if images is None else os.fspath(images))
     except InputError as error:

@@ -233,7 +233,7 @@ def check(ctx: click.Context, /, features: Path, backbone: str | None, as_json: 
           **settings: Any) -> None:  # fmt: skip
     """Compute rows of FEATURES again, and say why they differ, if they do; exit with 1 then.
 
-    FEATURES is a data set, or a .npy, .h5 or .parquet file of another program. The preprocessing, precision or order
+    FEATURES is a data set, or FILE.npy or FILE.h5[:NAME] of another program. The preprocessing, precision or order
     that fits is named, or the answer is that none does.
 
     \b

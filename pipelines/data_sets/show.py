@@ -155,7 +155,7 @@ def print_diff(comparison: Comparison, echo: Callable[[str], None], first: Path,
             continue
         echo(
             f"  {name}: minimum cosine {similarity.least:.6f} ({printable(similarity.path)}), median "
-            f"{similarity.median:.6f}; values differ by at most {similarity.deviation:.1e} of the largest value"
+            f"{similarity.median:.6f}; rows differ by at most {similarity.deviation:.1e} of their largest value"
         )
 
 

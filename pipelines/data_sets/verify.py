@@ -45,41 +45,36 @@ def check(
         if not (out / "dataset.json").exists():
             raise
         problem = str(error).removeprefix(f"{out / 'dataset.json'} ")
-        return _result(out, [Fault(problem, Remedy.NONE, file="dataset.json")], {})
+        return _result(out, [Fault(problem, Remedy.NONE, file="dataset.json")])
     with Progress(dataset.n_rows, "rows") as progress:
         report = verify(out, on_rows=lambda rows: progress.advance(rows, False))
-    sampled, largest, skipped = 0, 0.0, ""
+    found: dict[str, Any] = {"rows": dict(report.rows)}
     if sample and report.faults:
-        skipped = "no rows were computed again: fix the reported faults first"
+        found["not_sampled"] = "no rows were computed again: fix the reported faults first"
     elif sample and report.rows[Status.OK.text]:
         from extract.extraction.reproduce import recheck
 
-        recheck_result = recheck(
-            out, sample, seed=seed, images=images, backbone=backbone, weights=weights, device=device
-        )
-        sampled, largest = recheck_result.n_rows, recheck_result.largest
-        report.faults += recheck_result.faults
-    made_pending = repair_data_set(report) if repair else None
-    return _result(out, report.faults, dict(report.rows), sampled, largest, skipped, made_pending)
+        checked = recheck(out, sample, seed=seed, images=images, backbone=backbone, weights=weights, device=device)
+        if images is not None and checked.faults and not checked.n_same and not checked.apart:
+            raise InputError(
+                f"none of the {counted(len(checked.faults), 'sampled image')} in {images} is the one that was stored; "
+                f"{checked.faults[0].path}: {checked.faults[0].what}",
+                hint="name the place of the images of this data set: --images FOLDER",
+            )
+        found |= {"sampled": checked.n_rows, "largest_deviation": checked.largest}
+        report.faults += checked.faults
+    if repair:
+        found["made_pending"] = repair_data_set(report)
+    return _result(out, report.faults, **found)
 
 
-def _result(
-    out: Path, faults: list[Fault], rows: dict[str, int], sampled: int = 0, largest: float = 0.0, skipped: str = "",
-    made_pending: int | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    return {
-        "out": str(out),
-        "ok": not faults,
-        "rows": rows,
-        "faults": [
-            {"file": fault.file, "shard": fault.shard, "row": fault.row, "path": fault.path, "fault": fault.what}
-            for fault in faults
-        ],
-        "sampled": sampled,
-        "largest_deviation": largest,
-        "not_sampled": skipped,
-        "made_pending": made_pending,
-    }
+def _result(out: Path, faults: list[Fault], **found: Any) -> dict[str, Any]:
+    listed = [
+        {"file": fault.file, "shard": fault.shard, "row": fault.row, "path": fault.path, "fault": fault.what}
+        for fault in faults
+    ]
+    nothing = {"sampled": 0, "largest_deviation": 0.0, "not_sampled": "", "made_pending": None}
+    return {"out": str(out), "ok": not faults, "rows": {}, "faults": listed, **nothing, **found}
 
 
 def print_check(content: dict[str, Any], echo: Callable[[str], None]) -> None:
@@ -93,8 +88,8 @@ def print_check(content: dict[str, Any], echo: Callable[[str], None]) -> None:
     counts = ", ".join(f"{count:,} {status}" for status, count in content["rows"].items() if count)
     echo(f"{out}: {counted(len(faults), 'fault') if faults else 'no faults'}" + (f"; rows: {counts}" if counts else ""))
     if content["sampled"]:
-        largest = content["largest_deviation"]
-        echo(f"{content['sampled']:,} rows computed again differ by at most {largest:.1e} of their largest value")
+        largest, why = content["largest_deviation"], f"; why: layertap check {shlex.quote(out)}" if faults else ""
+        echo(f"{content['sampled']:,} rows computed again differ by at most {largest:.1e} of their largest value{why}")
     if content["not_sampled"]:
         echo(content["not_sampled"])
     if content["made_pending"] is not None:

@@ -200,6 +200,17 @@ def test_moved_images_must_be_pointed_to(embedded: Path, folder: Path, tmp_path:
     assert "name their place: --images FOLDER" in fails("verify", embedded, "--sample", 3, "--images", empty)
 
 
+def test_images_of_another_folder_make_no_good_row_a_fault(embedded: Path, folder: Path, tmp_path: Path) -> None:
+    for path in folder.rglob("*.*"):
+        (tmp_path / "others" / path.parent.name).mkdir(parents=True, exist_ok=True)
+        make_picture(70).save(tmp_path / "others" / path.parent.name / path.name)
+    for wrong, what in (("others", "its image has changed since"), (".", "its image cannot be read any more")):
+        error = fails("verify", embedded, "--sample", 3, "--images", tmp_path / wrong, "--repair")
+        assert "none of the 3 sampled images" in error
+        assert what in error
+    succeeds("verify", embedded, "--sample", 3)
+
+
 def test_a_sample_is_not_taken_of_what_is_known_to_be_wrong(embedded: Path) -> None:
     with h5py.File(embedded / "shards" / "000000.h5", "r+") as file:
         file["status"][0] = 3

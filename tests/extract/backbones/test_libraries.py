@@ -162,6 +162,25 @@ HF: dict[str, Callable[[], tuple[Any, Any, Callable[[Any, Tensor], Tensor]]]] = 
         transformers.ConvNextImageProcessor(size={"shortest_edge": 96}, crop_pct=0.875),
         lambda model, x: model.resnet(x).pooler_output.flatten(1),
     ),
+    "hf_convnext": lambda: (
+        transformers.ConvNextForImageClassification(
+            transformers.ConvNextConfig(hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 1, 1])
+        ),
+        transformers.ConvNextImageProcessor(size={"shortest_edge": 96}, crop_pct=0.875),
+        lambda model, x: model.convnext(x).pooler_output,
+    ),
+    "hf_regnet": lambda: (
+        transformers.RegNetForImageClassification(
+            transformers.RegNetConfig(embedding_size=16, hidden_sizes=[16, 32, 48, 64], depths=[1] * 4, groups_width=16)
+        ),
+        transformers.ConvNextImageProcessor(size={"shortest_edge": 96}, crop_pct=0.875),
+        lambda model, x: model.regnet(x).pooler_output.flatten(1),
+    ),
+    "hf_beit": lambda: (
+        transformers.BeitForImageClassification(transformers.BeitConfig(**SMALL_VIT)),
+        transformers.BeitImageProcessor(size=square(80), crop_size=square(64)),
+        lambda model, x: model.beit(x).pooler_output,
+    ),
     "hf_swin": lambda: (
         transformers.SwinForImageClassification(
             transformers.SwinConfig(
@@ -261,10 +280,10 @@ def of_hub(entry: str, folder: Path) -> Case:
 CASES: dict[str, Callable[[Path], Case]] = {
     "bundled/efficientnet_lite0": of_bundled,
     **{f"timm/{name}": lambda folder, name=name: of_timm(name, folder) for name in (
-        "resnet10t", "mobilenetv3_small_050", "test_vit4", "xcit_nano_12_p16_224",
+        "resnet10t", "mobilenetv3_small_050", "test_vit4", "xcit_nano_12_p16_224", "convnext_atto", "pvt_v2_b0",
     )},
     **{f"torchvision/{name}": lambda folder, name=name: of_torchvision(name, folder) for name in (
-        "mobilenet_v2", "shufflenet_v2_x0_5", "swin_t",
+        "mobilenet_v2", "shufflenet_v2_x0_5", "swin_t", "regnet_y_400mf", "mobilenet_v3_small",
     )},
     **{f"open_clip/{name}": lambda folder, name=name: of_open_clip(name, folder) for name in SMALL_CLIPS},
     **{f"hf/{name}": lambda folder, name=name: of_hf(name, folder) for name in HF},
@@ -284,7 +303,8 @@ def four(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 SLOW = (  # others of their library are preprocessed and run in the same way
     "open_clip/small-RN", "open_clip/small-ViT", "open_clip/small-timm", "timm/xcit_nano_12_p16_224", "timm/resnet10t",
-    "torchvision/swin_t", "torchvision/mobilenet_v2",
+    "timm/convnext_atto", "timm/pvt_v2_b0", "torchvision/swin_t", "torchvision/mobilenet_v2",
+    "torchvision/regnet_y_400mf", "torchvision/mobilenet_v3_small", "hf/hf_convnext", "hf/hf_beit", "hf/hf_regnet",
 )  # fmt: skip
 
 

@@ -11,12 +11,10 @@ from typing import Any
 
 import h5py
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
-from pyarrow import parquet
 from torch import Tensor, nn
 from torchvision import models
 from torchvision.transforms import InterpolationMode, v2
@@ -202,8 +200,6 @@ def test_right_rows_agree_in_each_kind_of_file_and_list(paths: list[Path], tmp_p
     np.save(tmp_path / "half.npy", right.astype(np.float16))
     with h5py.File(tmp_path / "right.h5", "w") as file:
         file["out"], file["ids"] = right, np.arange(N)
-    table = pa.table({"path": [str(path) for path in paths], "vector": list(right), "n": list(range(N))})
-    parquet.write_table(table, tmp_path / "right.parquet")
     given: dict[str, Any] = {"model": net, "transform": steps()}
     for features, images, layer in (
         (right, paths, None),
@@ -213,7 +209,7 @@ def test_right_rows_agree_in_each_kind_of_file_and_list(paths: list[Path], tmp_p
         (tmp_path / "right.npy", tmp_path / "list.csv", None),
         (tmp_path / "half.npy", tmp_path / "list.txt", None),
         (tmp_path / "right.h5", str(tmp_path / "list.csv"), None),
-        (tmp_path / "right.parquet", None, None),
+        (f"{tmp_path}/right.h5:out", str(tmp_path / "list.csv"), None),
     ):
         result = check(features, **given, images=images, layer=layer)
         assert result, (features, result)
@@ -331,8 +327,8 @@ def test_what_cannot_be_compared_is_refused_in_one_line(paths: list[Path], tmp_p
     for features, changed, expected in (
         (tmp_path / "none.npy", {}, "none.npy: no such file"),
         (tmp_path / "damaged.npy", {}, "damaged.npy cannot be read"),
-        (tmp_path / "two.txt", {}, "expected a data set, .npy, .h5 or .parquet"),
-        (tmp_path / "two.h5", {}, "expected one data set of vectors, found a, b; name one of them"),
+        (tmp_path / "two.txt", {}, "expected a data set, .npy or .h5; in Python, pass the array"),
+        (tmp_path / "two.h5", {}, "expected one data set of vectors, found a, b; name it: .*two.h5:NAME"),
         (right[0], {}, r"expected numbers \(N, ...\)"),
         (
             right[:, :7],
@@ -340,7 +336,7 @@ def test_what_cannot_be_compared_is_refused_in_one_line(paths: list[Path], tmp_p
             "the array has 7 values in a row, but embedding of the model gives 10 or 32; name the layer",
         ),
         (right, {"images": None}, "does not name its images; name them: images=PATHS"),
-        (right[:1], {"images": [tmp_path / "no.png"]}, "no row can be compared: row 0 .*no.png.: No such file"),
+        (right[:1], {"images": [tmp_path / "no.png"]}, "no row can be compared: row 0 .*no.png.: no such file"),
         (right, {"images": paths[:5]}, "the array has 40 rows, but there are 5 images"),
         (right, {"model": None}, "does not name its model; name it"),
         (right, {"transform": None}, "a module needs its transform"),
@@ -354,17 +350,26 @@ def test_what_cannot_be_compared_is_refused_in_one_line(paths: list[Path], tmp_p
         check(right, **given, layer="tow")
 
 
-def test_a_picture_that_cannot_be_read_is_left_out_and_named(paths: list[Path], tmp_path: Path) -> None:
+def test_a_row_that_cannot_be_compared_does_not_agree_unless_its_image_fails_too(
+    paths: list[Path], tmp_path: Path
+) -> None:
     net = Net().eval()
     features = loop(net, paths)
-    features[3] = np.nan
-    (tmp_path / "damaged.png").write_bytes(paths[5].read_bytes()[:200])
-    files = [*paths[:5], tmp_path / "damaged.png", *paths[6:]]
+    features[[3, 9]] = np.nan
+    for i in (5, 9):
+        (tmp_path / f"{i}.png").write_bytes(paths[i].read_bytes()[:200])
+    files = [tmp_path / f"{i}.png" if i in (5, 9) else path for i, path in enumerate(paths)]
     result = check(features, model=net, transform=steps(), images=files, sample=N)
-    assert result
-    assert result.n_rows == N - 2
+    assert not result
+    assert (result.n_rows, result.causes, result.nearest) == (N - 3, (), "")
+    assert result.deviation < 1e-3
     assert [text.split(" (")[0] for text in result.unreadable] == ["row 3", "row 5"]
-    assert "its stored features are not finite" in str(result)
+    first, *others = str(result).splitlines()
+    assert first.startswith("37 rows agree")
+    assert others[0].startswith("not compared: row 3 ")
+    assert others[0].endswith("its stored features are not finite")
+    assert others[1].startswith("not compared: row 5 ")
+    assert check(features[[*range(3), 9]], model=net, transform=steps(), images=[*files[:3], files[9]])
 
 
 def test_a_reader_requires_what_the_features_are_of(out: Path) -> None:

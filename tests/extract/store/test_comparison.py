@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from extract.analysis.dataset_diff import Similarity, compare
-from extract.compute.agreement import cosines, deviation
+from extract.compute.agreement import cosines, deviations
 from extract.errors import InputError
 from extract.row_status import Status
 from extract.store.format.layout import RowNames, StoredFeature, create_shard
@@ -51,7 +51,8 @@ def test_features_of_two_settings_are_compared_image_by_image(tmp_path: Path) ->
     assert similarity.least == pytest.approx(expected.min(), abs=1e-6)
     assert similarity.median == pytest.approx(np.median(expected), abs=1e-6)
     assert similarity.path == f"{expected.argmin()}.png"
-    assert similarity.deviation == pytest.approx(np.abs(x - y).max() / np.abs(x).max(), abs=1e-6)
+    apart = [np.abs(a - b).max() / np.abs(a).max() for a, b in pairs]
+    assert similarity.deviation == pytest.approx(max(apart), abs=1e-6)
 
 
 def test_images_are_known_by_their_bytes(tmp_path: Path) -> None:
@@ -82,5 +83,5 @@ def test_cosines_of_rows_without_a_direction() -> None:
     rows = np.array([[0, 0], [0, 0], [1, 0], [3, 4]], np.float16)
     others = np.array([[0, 0], [1, 0], [-2, 0], [4, 3]], np.float16)
     assert cosines(rows, others).tolist() == [1, 0, -1, pytest.approx(0.96)]
-    assert deviation(rows, others) == pytest.approx(3 / 4)
-    assert deviation(rows[:1], others[:1]) == 0
+    assert deviations(rows, others).tolist() == [0, 1, 1.5, 0.25]
+    assert np.isnan(deviations(rows[:1] * np.float16("nan"), others[:1])).all()
