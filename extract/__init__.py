@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from extract.backbones import load_text_tower
     from extract.compute.backbone import Backbone, load_backbone
     from extract.errors import DisagreementError, InputError, LayertapError, LockedError, UnknownNameError
-    from extract.extraction.causes import Cause
-    from extract.extraction.check import Check, check
+    from extract.extraction.check import Cause, Check, check
     from extract.extraction.feature_writer import FeatureWriter
     from extract.extraction.run import extract_features
     from extract.row_status import Status
@@ -46,7 +45,7 @@ _HOMES = {
     "DisagreementError": "extract.errors",
     "LockedError": "extract.errors",
     "UnknownNameError": "extract.errors",
-    "Cause": "extract.extraction.causes",
+    "Cause": "extract.extraction.check",
     "Check": "extract.extraction.check",
     "check": "extract.extraction.check",
     "extract_features": "extract.extraction.run",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,49 +15,21 @@ from extract.store.format.differences import changes
 from extract.store.format.shard import BLOCK_BYTES
 from extract.store.reader import FeatureReader
 
-__all__ = ["Comparison", "Similarity", "compare", "distinct_images", "image_hashes", "shared_images"]
+__all__ = ["compare", "distinct_images", "image_hashes", "shared_images"]
 
 
-@dataclass(frozen=True)
-class Similarity:
-    """Cosine similarity of the features of shared images; 1 means the same direction.
-
-    Attributes:
-        least, median: over the images.
-        path: path of the image with the least cosine, in the first data set.
-        deviation: largest difference between two values, relative to the largest value of the row in the first data
-            set.
-    """
-
-    least: float
-    median: float
-    path: str
-    deviation: float
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Result of comparing two data sets.
-
-    Attributes:
-        changes: (dotted key, first value, second value) for each entry of `depends_on` that differs.
-        same: number of images with features in both data sets, matched by the hash of their bytes.
-        only: number of images with features only in the first data set, and only in the second.
-        features: name -> similarity, or the reason why it cannot be computed.
-    """
-
-    changes: list[tuple[str, Any, Any]]
-    same: int
-    only: tuple[int, int]
-    features: dict[str, Similarity | str]
-
-
-def compare(first: Path, second: Path) -> Comparison:
+def compare(first: Path, second: Path) -> dict[str, Any]:
     """Compare two data sets. Images match if their bytes are equal, regardless of their names.
 
     Args:
         first: folder of the first data set, which may be incomplete.
         second: folder of the second data set, which may be incomplete.
+
+    Returns:
+        JSON-compatible data. `changes`: dotted key -> the two values of each entry of `depends_on` that differs;
+        `images`: numbers of images with features; `features`: name -> `least` and `median` cosine of shared images,
+        the `path` of the least in the first data set, and the largest `deviation` of a row, relative to the largest
+        value of the row in the first data set; or `not_compared`, the reason.
 
     Raises:
         InputError: a folder is not a data set.
@@ -67,19 +38,23 @@ def compare(first: Path, second: Path) -> Comparison:
     changed = changes(DataSet.open(first).depends_on, DataSet.open(second).depends_on)
     with FeatureReader(first, partial=True) as first_reader, FeatureReader(second, partial=True) as second_reader:
         first_rows, second_rows = shared_images(first_reader, second_reader)
-        features: dict[str, Similarity | str] = {}
+        features: dict[str, Any] = {}
         for name in dict.fromkeys([*first_reader.layers, *second_reader.layers]):
             if name not in first_reader.layers or name not in second_reader.layers:
-                features[name] = f"only in {first if name in first_reader.layers else second}"
-            elif first_reader[name].shape[1:] != second_reader[name].shape[1:]:
-                features[name] = f"different shapes, {first_reader[name].shape[1:]} and {second_reader[name].shape[1:]}"
+                features[name] = {"not_compared": f"only in {first if name in first_reader.layers else second}"}
+            elif (ours := first_reader[name].shape[1:]) != (theirs := second_reader[name].shape[1:]):
+                features[name] = {"not_compared": f"different shapes, {ours} and {theirs}"}
             elif not len(first_rows):
-                features[name] = "no shared images"
+                features[name] = {"not_compared": "no shared images"}
             else:
                 features[name] = _similarity(first_reader, second_reader, name, first_rows, second_rows)
-        first_all, second_all = (len(distinct_images(reader)[1]) for reader in (first_reader, second_reader))
-        same = len(first_rows)
-        return Comparison(changed, same, (first_all - same, second_all - same), features)
+        only = [len(distinct_images(reader)[1]) - len(first_rows) for reader in (first_reader, second_reader)]
+    return {
+        "same_fingerprint": not changed,
+        "changes": {setting: values for setting, *values in changed},
+        "images": {"in_both": len(first_rows), "only_in_first": only[0], "only_in_second": only[1]},
+        "features": features,
+    }
 
 
 def image_hashes(reader: FeatureReader) -> NDArray[Any]:
@@ -104,7 +79,7 @@ def distinct_images(reader: FeatureReader) -> tuple[NDArray[Any], NDArray[np.int
 
 def _similarity(
     reader: FeatureReader, other: FeatureReader, name: str, rows: NDArray[np.int64], other_rows: NDArray[np.int64]
-) -> Similarity:
+) -> dict[str, Any]:
     values, largest = np.empty(len(rows)), 0.0
     step = max(1, BLOCK_BYTES // (16 * max(1, int(np.prod(reader[name].shape[1:])))))
     for start in range(0, len(rows), step):
@@ -113,4 +88,5 @@ def _similarity(
         values[block] = cosines(ours, theirs)
         largest = max(largest, float(deviations(theirs, ours).max()))
     least = int(values.argmin())
-    return Similarity(float(values[least]), float(np.median(values)), reader.paths[int(rows[least])], largest)
+    found = {"least": float(values[least]), "median": float(np.median(values))}
+    return {**found, "path": reader.paths[int(rows[least])], "deviation": largest}

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -99,9 +99,8 @@ class Search:
 
     def found(self, models: Iterable[OtherModel]) -> Found:
         """Return the causes with which all rows agree; if something is only near, the causes are facts."""
-        facts = list[Cause]()
-        if (count := len(self.stored)) != len(self.images):
-            facts = [Cause("order", f"there are {count:,} rows for {len(self.images):,} images")]
+        count = Cause("order", f"there are {len(self.stored):,} rows for {len(self.images):,} images")
+        facts = [count] if len(self.stored) != len(self.images) else []
         causes = facts[:]
         if _are_unit(stored_rows(self.stored, self.rows)) and not _are_unit(self.values):
             causes.append(Cause("length", "the stored rows are scaled to length 1 (L2)"))
@@ -143,11 +142,11 @@ class Search:
         usual = Counter((places - rows).tolist()).most_common(1)[0][0]
         named = [("", rows), (f"the rows are shifted by {usual:+d}", rows + usual)]
         if off := len(self.stored) - len(self.images):
-            shifted = [np.where(rows < first, rows, rows + off) for first in rows]
-            i = int(np.argmax([(expected == places).sum() for expected in shifted]))
-            shifted[i][i] = shifted[i][i] if shifted[i][i] == places[i] else -1
+            i = int(np.argmax(places != rows))
+            shifted = np.where(rows < rows[i], rows, rows + off)
+            shifted[i] = shifted[i] if shifted[i] == places[i] else -1
             words = f"the rows are shifted by {off:+d} from {self._name(i)} on: an image there is left out or twice"
-            named.append((words, shifted[i]))
+            named.append((words, shifted))
         else:
             named += [(words, order[rows]) for words, order in _orders(self.images.paths)]
         words, expected = max(named, key=lambda each: (each[1] == places).sum())
@@ -176,34 +175,31 @@ class Search:
 
     def _changes(self, there: Places, some: Places, places: Places, models: Iterable[OtherModel]) -> Found:
         """Return the changes with which all rows that are there agree, tried on some."""
-        expected, plan = stored_rows(self.stored, places[some]), self.plan
-        source: Any = plan.images.source  # many changes are tried on the same pictures
+        plan, source = self.plan, cast(Any, self.plan.images.source)  # many changes are tried on the same pictures
         source.decode = functools.lru_cache(2 * _TRIED)(source.decode)
 
-        def tried(plan: Plan) -> tuple[float, float]:
-            """Return the mean error of some rows, and their largest deviation."""
+        def tried(plan: Plan) -> float:
+            """Return the largest deviation of some rows."""
             try:
-                values = self._computed(plan, some)
+                return float(self._apart(self._computed(plan, some), places[some]).max())
             except Exception:  # the model takes no input of this size, or the precision is not supported
-                return np.inf, np.inf
-            errors = np.linalg.norm(values - expected, axis=1) / np.maximum(np.linalg.norm(expected, axis=1), 1e-30)
-            return float(np.nan_to_num(errors.mean(), nan=np.inf)), float(self._apart(values, places[some]).max())
+                return np.inf
 
         best, causes, facts = tried(plan), list[Cause](), list[Cause]()
         for cause, model in models:
             facts += [] if model else [cause]
-            if model and (outcome := tried(_with_model(plan, model)))[0] < 0.5 * best[0]:
+            if model and (outcome := tried(_with_model(plan, model))) < 0.5 * best:
                 best, causes, plan = outcome, [cause], _with_model(plan, model)
-        while best[1] > self.tolerance and len(causes) < _CHANGES:
-            kinds, least, chosen = {cause.kind for cause in causes}, 0.9 * best[0], None
-            for cause, changed in _changed(plan, is_near=best[1] < 0.1):
-                if cause.kind not in kinds and (outcome := tried(changed))[0] < least:
-                    least, chosen = outcome[0], (outcome, [*causes, cause], changed)
-                    if outcome[1] <= self.tolerance:
+        while best > self.tolerance and len(causes) < _CHANGES:
+            kinds, least, chosen = {cause.kind for cause in causes}, 0.9 * best, None
+            for cause, changed in _mistakes(plan):
+                if cause.kind not in kinds and (outcome := tried(changed)) < least:
+                    least, chosen = outcome, ([*causes, cause], changed)
+                    if outcome <= self.tolerance:
                         break
             if chosen is None:
                 break
-            best, causes, plan = chosen
+            best, (causes, plan) = least, chosen
         remaining = float(self._apart(self._computed(plan, there), places[there]).max())
         if remaining <= self.tolerance:
             return causes, remaining, ""
@@ -224,8 +220,7 @@ class Search:
             batch, every = replace(self.plan, images=self.images.select(range(size))), np.arange(size)
             values = self._computed(_with_model(batch, model), every, at_once=size)
             if (remaining := float(self._apart(values, every).max())) <= self.tolerance:
-                what = f"the model ran in training mode (no model.eval()), in batches of {size}"
-                return [Cause("training mode", what)], remaining, ""
+                return [Cause("training mode", f"no model.eval(), in batches of {size}")], remaining, ""
         return None
 
 
@@ -252,13 +247,8 @@ def _with_pictures(plan: Plan, edit: Callable[[Image.Image], Image.Image]) -> Pl
     return replace(plan, images=replace(plan.images, source=source))
 
 
-def _changed(plan: Plan, is_near: bool) -> Iterator[tuple[Cause, Plan]]:
-    """Yield mistakes, the frequent ones first, and the plans that make them.
-
-    Args:
-        plan: the plan.
-        is_near: whether rows differ by little, as by lower precision.
-    """
+def _mistakes(plan: Plan) -> Iterator[tuple[Cause, Plan]]:
+    """Yield mistakes, the frequent ones first, and the plans that make them."""
     pre = plan.backbone.preprocessing
 
     def having(kind: str, what: str, given: object = None, **values: Any) -> tuple[Cause, Plan]:
@@ -272,25 +262,23 @@ def _changed(plan: Plan, is_near: bool) -> Iterator[tuple[Cause, Plan]]:
 
     swapped = _with_pictures(plan, lambda picture: Image.merge("RGB", picture.split()[::-1]))
     yield Cause("BGR", "the channels are in the order blue, green, red"), swapped
-    for precision in ("bfloat16", "float16", "bfloat16-weights") if is_near else ():
+    for precision in ("bfloat16", "float16", "bfloat16-weights"):
         what = f"computed in half precision ({precision})"
         yield Cause("precision", what), replace(plan, settings=replace(plan.settings, precision=precision))
     if pre.library_transform is not None:  # which of its steps differ cannot be tried
         for words, mean, std in _NORMALISATIONS[:5]:
             usual = {"resize_px": round(min(pre.crop_px) / 0.875), "mean": mean, "std": std, "library_transform": None}
-            yield having("preprocessing", f"bilinear, crop, mean and std {words}", interpolation="bilinear", **usual)
+            yield having("preprocessing", f"bilinear, crop, normalisation {words}", interpolation="bilinear", **usual)
     else:
         for words, mean, std in _NORMALISATIONS:
-            given = f"mean {pre.mean}, std {pre.std}"
-            yield having("normalisation", f"mean and std {words}", given, mean=mean, std=std)
+            yield having("normalisation", words, f"mean {pre.mean}, std {pre.std}", mean=mean, std=std)
         for name in INTERPOLATIONS:
             yield having("interpolation", name, pre.interpolation, interpolation=name)
-        for name in ("bilinear", "bicubic"):
-            yield having("interpolation", f"{name} by torchvision on tensors", interpolation=name, fast=True)
+        yield having("interpolation", f"{pre.interpolation} by torchvision on tensors", fast=True)
         yield having("interpolation", f"{pre.interpolation} without antialiasing", library_transform=without_antialias)
         for resize, crop in _geometries(pre):
-            given = _in_words(pre.resize_px, pre.crop_px)
-            yield having("crop", _in_words(resize, crop), given, resize_px=resize, crop_px=crop)
+            words, given = _in_words(resize, crop), _in_words(pre.resize_px, pre.crop_px)
+            yield having("crop", words, given, resize_px=resize, crop_px=crop)
     yield Cause("mirror", "the pictures are mirrored"), _with_pictures(plan, ImageOps.mirror)
     yield having("EXIF", "the EXIF orientation is ignored", orientation="ignore")
     yield having("ICC", "colour profiles are converted to sRGB", icc="srgb")
@@ -303,13 +291,9 @@ def _in_words(resize: int | tuple[int, int], crop: tuple[int, int]) -> str:
 
 def _geometries(pre: Preprocessing) -> Iterator[tuple[Any, tuple[int, int]]]:
     """Yield sizes of the resize and the crop: first those of the same input, as fast as the given one."""
-    side = min(pre.crop_px)
-    larger = (side, *(int(side / part) for part in (0.875, 0.9, 0.95, 0.96)), 256, 232)
-    for resize in (pre.crop_px, *(each for each in larger if each >= side)):
-        yield resize, pre.crop_px
-    for other in (224, 256, 288, 192, 384):
-        for resize in (int(other / 0.875), (other, other), other):
-            yield resize, (other, other)
+    for crop in (pre.crop_px, *((side, side) for side in (224, 256, 288, 192, 384))):
+        sides = [min(crop), *(int(min(crop) / part) for part in (0.875, 0.9, 0.95, 0.96)), 256, 232]
+        yield from ((resize, crop) for resize in (crop, *(side for side in sides if side >= min(crop))))
 
 
 def _orders(paths: Sequence[str]) -> Iterator[tuple[str, Places]]:

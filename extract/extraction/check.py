@@ -42,7 +42,7 @@ from extract.extraction.causes import Cause, OtherModel, Search, stored_rows
 from extract.extraction.plan import Existing, Plan, resolve
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Images, list_images
-from extract.images.arrays import SUFFIXES, arrays_in, open_array, split_name
+from extract.images.arrays import SUFFIXES, open_array, split_name
 from extract.images.csv_lists import TABLES, list_rows
 from extract.images.sources import Files
 from extract.row_status import Status
@@ -51,10 +51,9 @@ from extract.store.format.value_types import ROUNDING
 from extract.store.reader import FeatureReader
 from extract.system.similar_paths import did_you_mean
 
-__all__ = ["Check", "check"]
+__all__ = ["Cause", "Check", "check"]
 
-_FLOAT32 = 2e-4  # more than this is seldom the rounding of float32
-_AS_HALF = "it is more than float32 is rounded by, and as much as half precision (float16) or TF32 changes"
+_AS_HALF = "that is more than rounding, and as much as half precision (float16) or TF32 changes"
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def check(
         check(array, model=net, transform=transform, images=paths, layer="layer4")
 
     Args:
-        features: a data set; a `.npy` file or `FILE.h5[:NAME]`; or an array (N, *shape).
+        features: a data set; a `.npy` file or `FILE.h5:NAME`; or an array (N, *shape).
         model: a module, a backbone or its spec; None: the recorded backbone of the data set.
         transform: picture -> (3, H, W) float32; None: the preprocessing of the backbone. A module needs one.
         images: images of the rows, in their order: a folder, a list (`.csv`, `.parquet`, or text with a path a line) or
@@ -136,9 +135,8 @@ def check(
         good = np.arange(min(count, len(every)))
         good = good if stored.reader is None else np.flatnonzero(stored.reader.status == Status.OK)
         rows = reproduce.some_rows(stored.name, good, sample, seed)
-        backbones = _backbones(stored, model, transform, weights, device)
-        plan, feature = _plan(stored, every.select(rows.tolist()), backbones)
-        return _compared(stored, plan, feature, rows, every, other_weights)
+        plan, name = _plan(stored, every.select(rows.tolist()), _backbones(stored, model, transform, weights, device))
+        return _compared(stored, plan, name, rows, every, other_weights)
 
 
 @dataclass(frozen=True)
@@ -162,30 +160,17 @@ def _stored(features: Any, layer: str | None, opened: contextlib.ExitStack) -> _
         reader = opened.enter_context(FeatureReader(features, partial=True))
         layer = layer or ("embedding" if len(reader.layers) != 1 else reader.layers[0])
         return _Stored(str(features), reader[layer], layer, reader=reader)
-    name, values, written_ns = "the array", features, np.inf
+    name, values, written_ns = "the array", np.asarray(features), np.inf
     if isinstance(features, str | os.PathLike):
-        name, values, written_ns = os.fspath(features), *_in_file(*split_name(os.fspath(features)))
-    else:
-        values = np.asarray(features)
+        name, (path, array) = os.fspath(features), split_name(os.fspath(features))
+        if not Path(path).is_file():
+            raise InputError(f"{path}: no such file or data set", hint=did_you_mean(path))
+        if not path.lower().endswith((".npy", *SUFFIXES)):
+            raise InputError(f"{path}: expected a data set, .npy or .h5", hint="in Python, pass the array")
+        values, written_ns = open_array(path, array), Path(path).stat().st_mtime_ns
     if values.ndim < 2 or values.dtype.kind not in "fiu" or not values.size:
         raise InputError(f"{name} is {values.dtype} {values.shape}; expected numbers (N, ...), a row for each image")
     return _Stored(name, values, layer, written_ns)
-
-
-def _in_file(path: str, name: str) -> tuple[Any, int]:
-    """Open the features (N, *shape) of a file without reading them; return its modification time, too."""
-    if not Path(path).is_file():
-        raise InputError(f"{path}: no such file or data set", hint=did_you_mean(path))
-    if not path.lower().endswith((".npy", *SUFFIXES)):
-        raise InputError(f"{path}: expected a data set, .npy or .h5", hint="in Python, pass the array")
-    if not path.lower().endswith(".npy") and not name:
-        arrays = {each: open_array(path, each) for each in arrays_in(path)}
-        vectors = [each for each, array in arrays.items() if array.ndim >= 2 and array.dtype.kind == "f"]
-        if len(vectors) != 1:
-            what = ", ".join(vectors[:8]) or "none"
-            raise InputError(f"{path}: expected one data set of vectors, found {what}", hint=f"name it: {path}:NAME")
-        name = vectors[0]
-    return open_array(path, name), Path(path).stat().st_mtime_ns
 
 
 def _images(stored: _Stored, images: Any) -> Images:
@@ -253,11 +238,11 @@ def _plan(stored: _Stored, images: Images, backbones: Iterator[Backbone]) -> tup
 
 
 def _compared(
-    stored: _Stored, plan: Plan, feature: str, rows: NDArray[np.int64], images: Images, other_weights: str | None
+    stored: _Stored, plan: Plan, name: str, rows: NDArray[np.int64], images: Images, other_weights: str | None
 ) -> Check:
     """Compute the rows, and look for causes if they differ."""
     good, unreadable = list[reproduce.ComparedRow](), list[str]()
-    for each in reproduce.compared(plan, {feature: stored.values}, rows):
+    for each in reproduce.compared(plan, {name: stored.values}, rows):
         is_stored = np.isfinite(stored_rows(stored.values, np.array([each.row]))).all()
         if each.is_read and is_stored:
             good.append(each)
@@ -267,18 +252,16 @@ def _compared(
     if not good:
         why = unreadable[0] if unreadable else f"the sampled rows of {stored.name} have no features and no images"
         raise InputError(f"no row can be compared: {why}", hint="name the place of the images: --paths LIST")
-    apart, read = np.nan_to_num([each.deviation for each in good], nan=np.inf), np.array([each.row for each in good])
+    apart, at = np.nan_to_num([each.deviation for each in good], nan=np.inf), np.array([each.row for each in good])
     precision, dtype = plan.settings.precision, str(getattr(stored.values, "stored_dtype", stored.values.dtype))
-    rounding, worst = ROUNDING.get(dtype, 0.0), float(apart.max())
-    tolerance = reproduce.TOLERANCE[precision] + rounding
+    tolerance, worst = reproduce.TOLERANCE[precision] + ROUNDING.get(dtype, 0.0), float(apart.max())
     result = Check(False, len(good), worst, (), worst, "", (*unreadable,))
     if worst <= tolerance and len(stored.values) == len(images):
-        note = _AS_HALF if worst > _FLOAT32 + rounding and precision == "float32" and not unreadable else ""
+        note = _AS_HALF if worst > tolerance / 2 and precision == "float32" and not unreadable else ""
         return replace(result, agrees=not unreadable, nearest=note)
-    values = np.stack([each.features[feature].reshape(-1).astype(np.float64) for each in good])
-    plan = replace(plan, images=plan.images.select(np.searchsorted(rows, read).tolist()), engine="eager")
-    changed = _changed(stored, good, apart > tolerance)
-    search = Search(plan, feature, stored.values, read, values, changed, images, tolerance)
+    values = np.stack([each.features[name].reshape(-1).astype(np.float64) for each in good])
+    plan = replace(plan, images=plan.images.select(np.searchsorted(rows, at).tolist()), engine="eager")
+    search = Search(plan, name, stored.values, at, values, _changed(stored, good, apart > tolerance), images, tolerance)
     causes, remaining, nearest = search.found(_other_models(plan.backbone, stored, other_weights))
     return replace(result, causes=(*causes,), remaining=worst if nearest else remaining, nearest=nearest)
 
@@ -300,14 +283,13 @@ def _other_models(backbone: Backbone, stored: _Stored, file: str | None) -> Iter
         request = LoadRequest(backbone.spec, "", file, 0, False, {})
         other, *_ = build_with_weights(request, lambda: copy.deepcopy(own))
         yield _with_weights(f"those of {file}", backbone.model, other)
-    if stored.reader is None:
+    sha256 = backbone.weights.sha256 or weights_sha256(own)
+    if stored.reader is None or stored.dataset.depends_on.get("weights_sha256") == sha256:
         return
-    recorded = stored.reader.provenance
-    if stored.dataset.depends_on.get("weights_sha256") == (backbone.weights.sha256 or weights_sha256(own)):
-        return
-    words = f"{stored.name} records {recorded.get('weights')}"
+    words = f"{stored.name} records {stored.reader.provenance.get('weights')}"
     try:
-        named, _ = reproduce.recorded_backbone(stored.dataset, recorded, None, None, str(backbone.device))
+        device, recorded = str(backbone.device), stored.reader.provenance
+        named, _ = reproduce.recorded_backbone(stored.dataset, recorded, None, None, device)
         yield _with_weights(words, backbone.model, _inside(named.model))
     except LayertapError as error:
         yield Cause("weights", f"{words}, which the model lacks and which cannot be loaded: {first_line(error)}"), None
@@ -320,8 +302,8 @@ def _with_weights(words: str, model: nn.Module, other: nn.Module) -> OtherModel:
         return Cause("weights", f"{words}: the parameters have other names"), None
     _inside(twin).load_state_dict(state)
     differs = [name for name, value in before.items() if not torch.equal(value, state[name])]
-    first = f", the first is {differs[0]}" if differs else ""
-    return Cause("weights", f"{words}: {len(differs)} of {len(state)} tensors differ{first}"), twin
+    what = f"{words}: {len(differs)} of {len(state)} tensors differ, the first is {', '.join(differs[:1])}"
+    return Cause("weights", what), twin
 
 
 def _inside(model: nn.Module) -> nn.Module:

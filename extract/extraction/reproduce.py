@@ -202,8 +202,8 @@ class ComparedRow:
         path: of its image.
         features: feature -> (*shape), as computed again.
         deviation: largest of a feature, relative to the largest value of the stored row; NaN: one is not finite.
-        status: OK; NOT_FINITE if computed values are not; any other if the image could not be read.
-        reason: why it is not OK.
+        is_read: whether its image could be read.
+        reason: why it could not, or that computed values are not finite; else empty.
         source_hash: (16,) uint8, of the bytes of its image.
         mtime_ns: modification time of its image, or `UNKNOWN`.
     """
@@ -212,15 +212,10 @@ class ComparedRow:
     path: str
     features: Values
     deviation: float
-    status: Status
+    is_read: bool
     reason: str
     source_hash: NDArray[np.uint8]
     mtime_ns: int
-
-    @property
-    def is_read(self) -> bool:
-        """Whether its image could be read."""
-        return self.status in (Status.OK, Status.NOT_FINITE)
 
 
 def compared(plan: Plan, stored: Mapping[str, Any], rows: NDArray[np.int64]) -> Generator[ComparedRow, None, None]:
@@ -232,13 +227,13 @@ def compared(plan: Plan, stored: Mapping[str, Any], rows: NDArray[np.int64]) -> 
         rows: (R,), ascending.
     """
     with contextlib.closing(computed_rows(plan, in_batches(np.arange(len(rows))))) as computed:
-        for batch, (features, status, reasons) in computed:
+        for batch, (features, _, reasons) in computed:
             here = rows[batch.rows]
             apart = np.max([deviations(features[name], values[here]) for name, values in stored.items()], axis=0)
             for i, position in enumerate(batch.rows.tolist()):
-                values = {name: features[name][i] for name in stored}
+                values, is_read = {name: features[name][i] for name in stored}, bool(batch.status[i] == Status.OK)
                 yield ComparedRow(
-                    int(here[i]), plan.images.paths[position], values, float(apart[i]), Status(status[i]),
+                    int(here[i]), plan.images.paths[position], values, float(apart[i]), is_read,
                     reasons.get(position, ""), batch.source_hash[i], int(batch.source_mtime_ns[i]),
                 )  # fmt: skip
 
@@ -266,14 +261,12 @@ class Recheck:
             whose image cannot be read. If the fingerprint differs, no row is compared, and each fault is a difference
             of the fingerprint.
         apart: faults whose image has not changed since it was stored, and differences of the fingerprint.
-        n_same: number of rows whose image is the one that was stored.
     """
 
     n_rows: int = 0
     largest: float = 0.0
     faults: list[Fault] = field(default_factory=list)
     apart: list[Fault] = field(default_factory=list)
-    n_same: int = 0
 
 
 def recheck(
@@ -311,9 +304,8 @@ def recheck(
         with contextlib.closing(compared(plan, stored, chosen)) as rows:
             for each in rows:
                 is_same = each.is_read and bool((each.source_hash == hashes[each.row]).all())
-                checked.n_same += is_same
                 checked.n_rows += each.is_read
-                if each.status == Status.OK:
+                if not each.reason:
                     checked.largest = float(np.fmax(checked.largest, each.deviation))
                 if what := _difference(each, tolerance, is_same):
                     file, shard, row = reader.place_of(each.row)
@@ -328,7 +320,7 @@ def _difference(each: ComparedRow, tolerance: float, is_same: bool) -> str:
     """Return how a row differs from the stored one; "" if it agrees."""
     if not each.is_read:
         return f"its image cannot be read any more: {each.reason}"
-    if each.status != Status.OK:
+    if each.reason:
         return f"features computed again are not finite: {each.reason}"
     why = "its image is the same" if is_same else "its image has changed since"
     return "" if each.deviation <= tolerance else f"features computed again differ by {each.deviation:.1e}; {why}"

@@ -50,11 +50,11 @@ def show(ctx: click.Context, /, out: Path | str, other: Path | None, status: boo
         if status:
             raise InputError("--status is for one data set", hint="leave it out")
         from extract.analysis.dataset_diff import compare
-        from pipelines.data_sets.show import diff_as_json, print_diff
+        from pipelines.data_sets.show import print_diff
 
         first = FOLDER.convert(out, None, ctx)
         print_text = partial(print_diff, first=first, second=other)
-        print_result(compare(first, other), as_json, diff_as_json, print_text)
+        print_result(compare(first, other), as_json, dict, print_text)
         return
     if status or is_url(str(out)):
         _print_progress(ctx, str(out), as_json)
@@ -233,7 +233,7 @@ def check(ctx: click.Context, /, features: Path, backbone: str | None, as_json: 
           **settings: Any) -> None:  # fmt: skip
     """Compute rows of FEATURES again, and say why they differ, if they do; exit with 1 then.
 
-    FEATURES is a data set, or FILE.npy or FILE.h5[:NAME] of another program. The preprocessing, precision or order
+    FEATURES is a data set, or FILE.npy or FILE.h5:NAME of another program. The preprocessing, precision or order
     that fits is named, or the answer is that none does.
 
     \b

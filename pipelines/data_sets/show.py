@@ -7,17 +7,14 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from extract.credentials import text_without_credentials
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
 from pipelines.terminal.text_output import SHOWN, counted, print_failures, printable
 
-if TYPE_CHECKING:  # imports torch
-    from extract.analysis.dataset_diff import Comparison
-
-__all__ = ["describe", "diff_as_json", "print_description", "print_diff"]
+__all__ = ["describe", "print_description", "print_diff"]
 
 _UNKNOWN = "unknown"  # an entry that another writer has left out
 
@@ -139,38 +136,20 @@ def _print_counts(title: str, counts: dict[str, int], echo: Callable[[str], None
         echo(f"  {counted(len(counts), title)}: {shown}" + (", ..." if len(counts) > SHOWN else ""))
 
 
-def print_diff(comparison: Comparison, echo: Callable[[str], None], first: Path, second: Path) -> None:
-    """Print the differences."""
-    if comparison.changes:
+def print_diff(content: dict[str, Any], echo: Callable[[str], None], first: Path, second: Path) -> None:
+    """Print the differences of two data sets."""
+    if content["changes"]:
         echo(f"settings that the features depend on, in {first} and in {second}:")
-        for setting, before, after in comparison.changes:
+        for setting, (before, after) in content["changes"].items():
             echo(printable(f"  {setting}: {before} | {after}"))
     else:
         echo(f"{first} and {second} have the same fingerprint")
-    only_first, only_second = comparison.only
-    echo(f"images: {comparison.same:,} in both, {only_first:,} only in {first}, {only_second:,} only in {second}")
-    for name, similarity in comparison.features.items():
-        if isinstance(similarity, str):
-            echo(f"  {name}: {similarity}")
+    both, only_first, only_second = content["images"].values()
+    echo(f"images: {both:,} in both, {only_first:,} only in {first}, {only_second:,} only in {second}")
+    for name, found in content["features"].items():
+        if "not_compared" in found:
+            echo(f"  {name}: {found['not_compared']}")
             continue
-        echo(
-            f"  {name}: minimum cosine {similarity.least:.6f} ({printable(similarity.path)}), median "
-            f"{similarity.median:.6f}; rows differ by at most {similarity.deviation:.1e} of their largest value"
-        )
-
-
-def diff_as_json(comparison: Comparison) -> dict[str, Any]:
-    """Return the differences as JSON-compatible data."""
-    return {
-        "same_fingerprint": not comparison.changes,
-        "changes": {setting: [before, after] for setting, before, after in comparison.changes},
-        "images": {
-            "in_both": comparison.same,
-            "only_in_first": comparison.only[0],
-            "only_in_second": comparison.only[1],
-        },
-        "features": {
-            name: {"not_compared": similarity} if isinstance(similarity, str) else asdict(similarity)
-            for name, similarity in comparison.features.items()
-        },
-    }
+        least = f"minimum cosine {found['least']:.6f} ({printable(found['path'])})"
+        apart = f"rows differ by at most {found['deviation']:.1e} of their largest value"
+        echo(f"  {name}: {least}, median {found['median']:.6f}; {apart}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from extract.analysis.dataset_diff import Similarity, compare
+from extract.analysis.dataset_diff import compare
 from extract.compute.agreement import cosines, deviations
 from extract.errors import InputError
 from extract.row_status import Status
@@ -42,17 +42,16 @@ def test_features_of_two_settings_are_compared_image_by_image(tmp_path: Path) ->
     order = random.permutation(12)
     second = made(tmp_path / "b", order, {"x": y[order]}, weights="w", preprocessing={"interpolation": "bilinear"})
     comparison = compare(first, second)
-    assert comparison.changes == [("preprocessing.interpolation", "bicubic", "bilinear")]
-    assert (comparison.same, comparison.only) == (12, (0, 0))
+    assert comparison["changes"] == {"preprocessing.interpolation": ["bicubic", "bilinear"]}
+    assert comparison["images"] == {"in_both": 12, "only_in_first": 0, "only_in_second": 0}
     pairs = [(a.ravel().astype(float), b.ravel().astype(float)) for a, b in zip(x, y, strict=True)]
     expected = np.array([a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in pairs])
-    similarity = comparison.features["x"]
-    assert isinstance(similarity, Similarity)
-    assert similarity.least == pytest.approx(expected.min(), abs=1e-6)
-    assert similarity.median == pytest.approx(np.median(expected), abs=1e-6)
-    assert similarity.path == f"{expected.argmin()}.png"
+    similarity = comparison["features"]["x"]
+    assert similarity["least"] == pytest.approx(expected.min(), abs=1e-6)
+    assert similarity["median"] == pytest.approx(np.median(expected), abs=1e-6)
+    assert similarity["path"] == f"{expected.argmin()}.png"
     apart = [np.abs(a - b).max() / np.abs(a).max() for a, b in pairs]
-    assert similarity.deviation == pytest.approx(max(apart), abs=1e-6)
+    assert similarity["deviation"] == pytest.approx(max(apart), abs=1e-6)
 
 
 def test_images_are_known_by_their_bytes(tmp_path: Path) -> None:
@@ -61,20 +60,20 @@ def test_images_are_known_by_their_bytes(tmp_path: Path) -> None:
     pictures = [7, 3, 19, 19, 5, 0]  # one is there twice, and the last one could not be decoded
     second = made(tmp_path / "b", pictures, {"x": x[pictures]}, failed=5)
     comparison = compare(first, second)
-    assert (comparison.changes, comparison.same, comparison.only) == ([], 3, (9, 1))
-    assert comparison.features["x"].least == pytest.approx(1, abs=1e-6)
+    assert (comparison["same_fingerprint"], list(comparison["images"].values())) == (True, [3, 9, 1])
+    assert comparison["features"]["x"]["least"] == pytest.approx(1, abs=1e-6)
 
 
 def test_features_that_cannot_be_compared_say_why(tmp_path: Path) -> None:
     maps, vectors = np.ones((2, 3, 2, 2), np.float32), np.ones((2, 3), np.float32)
     first = made(tmp_path / "a", [1, 2], {"layer1": maps, "layer2": vectors})
     second = made(tmp_path / "b", [1, 2], {"layer1": vectors, "layer3": vectors})
-    features = compare(first, second).features
+    features = {name: found["not_compared"] for name, found in compare(first, second)["features"].items()}
     assert features["layer2"] == f"only in {first}"
     assert features["layer3"] == f"only in {second}"
     assert "different shapes, (3, 2, 2) and (3,)" in features["layer1"]
     other = made(tmp_path / "c", [3, 4], {"layer1": maps, "layer2": vectors})
-    assert compare(first, other).features == dict.fromkeys(("layer1", "layer2"), "no shared images")
+    assert [found["not_compared"] for found in compare(first, other)["features"].values()] == ["no shared images"] * 2
     with pytest.raises(InputError, match="does not exist"):
         compare(first, tmp_path / "none")
 
