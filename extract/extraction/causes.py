@@ -192,7 +192,7 @@ class Search:
                 best, causes, plan = outcome, [cause], _with_model(plan, model)
         while best > self.tolerance and len(causes) < _CHANGES:
             kinds, least, chosen = {cause.kind for cause in causes}, 0.9 * best, None
-            for cause, changed in _mistakes(plan):
+            for cause, changed in _mistakes(plan, is_near=best < 0.1):
                 if cause.kind not in kinds and (outcome := tried(changed)) < least:
                     least, chosen = outcome, ([*causes, cause], changed)
                     if outcome <= self.tolerance:
@@ -247,8 +247,8 @@ def _with_pictures(plan: Plan, edit: Callable[[Image.Image], Image.Image]) -> Pl
     return replace(plan, images=replace(plan.images, source=source))
 
 
-def _mistakes(plan: Plan) -> Iterator[tuple[Cause, Plan]]:
-    """Yield mistakes, the frequent ones first, and the plans that make them."""
+def _mistakes(plan: Plan, is_near: bool) -> Iterator[tuple[Cause, Plan]]:
+    """Yield mistakes, the frequent ones first, and the plans that make them; lower precision only if rows are near."""
     pre = plan.backbone.preprocessing
 
     def having(kind: str, what: str, given: object = None, **values: Any) -> tuple[Cause, Plan]:
@@ -262,7 +262,7 @@ def _mistakes(plan: Plan) -> Iterator[tuple[Cause, Plan]]:
 
     swapped = _with_pictures(plan, lambda picture: Image.merge("RGB", picture.split()[::-1]))
     yield Cause("BGR", "the channels are in the order blue, green, red"), swapped
-    for precision in ("bfloat16", "float16", "bfloat16-weights"):
+    for precision in ("bfloat16", "float16", "bfloat16-weights") if is_near else ():
         what = f"computed in half precision ({precision})"
         yield Cause("precision", what), replace(plan, settings=replace(plan.settings, precision=precision))
     if pre.library_transform is not None:  # which of its steps differ cannot be tried
@@ -292,8 +292,9 @@ def _in_words(resize: int | tuple[int, int], crop: tuple[int, int]) -> str:
 def _geometries(pre: Preprocessing) -> Iterator[tuple[Any, tuple[int, int]]]:
     """Yield sizes of the resize and the crop: first those of the same input, as fast as the given one."""
     for crop in (pre.crop_px, *((side, side) for side in (224, 256, 288, 192, 384))):
-        sides = [min(crop), *(int(min(crop) / part) for part in (0.875, 0.9, 0.95, 0.96)), 256, 232]
-        yield from ((resize, crop) for resize in (crop, *(side for side in sides if side >= min(crop))))
+        parts = (1, 0.875, 0.9, 0.95, 0.96) if crop == pre.crop_px else (1, 0.875)
+        sides = (*(int(min(crop) / part) for part in parts), 256, 232)
+        yield from ((resize, crop) for resize in (crop, *dict.fromkeys(side for side in sides if side >= min(crop))))
 
 
 def _orders(paths: Sequence[str]) -> Iterator[tuple[str, Places]]:
@@ -305,7 +306,6 @@ def _orders(paths: Sequence[str]) -> Iterator[tuple[str, Places]]:
             (0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.findall(r"\d+|\D+", paths[row])
         ],
         "sorted by path without case": lambda row: paths[row].lower(),
-        "sorted by file name, not by folder": lambda row: paths[row].rpartition("/")[2],
     }
     for words, key in keys.items():
         yield f"the rows are {words}", np.argsort(sorted(range(len(paths)), key=key))

@@ -32,7 +32,7 @@ from torch import nn
 
 from extract import defaults
 from extract.backbones.backbone import LoadedBackbone, LoadRequest
-from extract.backbones.output_as_embedding import WithEmbedding
+from extract.backbones.output_as_embedding import WithEmbedding, with_embedding
 from extract.backbones.preprocessing import described
 from extract.backbones.weights import Weights, build_with_weights, weights_sha256
 from extract.compute.backbone import Backbone, load_backbone
@@ -132,9 +132,8 @@ def check(
         every, count = _images(stored, images), len(stored.values)
         if not len(every) / 2 <= count <= 2 * len(every):  # a search of an order would take long, and mean nothing
             raise InputError(f"{stored.name} has {count:,} rows, but there are {len(every):,} images")
-        good = np.arange(min(count, len(every)))
-        good = good if stored.reader is None else np.flatnonzero(stored.reader.status == Status.OK)
-        rows = reproduce.some_rows(stored.name, good, sample, seed)
+        good = np.arange(count) if stored.reader is None else np.flatnonzero(stored.reader.status == Status.OK)
+        rows = reproduce.some_rows(stored.name, good[good < len(every)], sample, seed)
         plan, name = _plan(stored, every.select(rows.tolist()), _backbones(stored, model, transform, weights, device))
         return _compared(stored, plan, name, rows, every, other_weights)
 
@@ -208,9 +207,11 @@ def _backbones(stored: _Stored, model: Any, transform: Any, weights: str | None,
     if transform is None:
         raise InputError("a module needs its transform", hint="add transform=FUNCTION, of a picture")
     name, linear = type(model).__name__, [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
-    given["device"] = next(model.parameters(), torch.zeros(())).device
-    if stored.layer in (None, "output") or not linear:
-        yield Backbone(name, name, WithEmbedding(model, nn.Module.__call__), Weights("as given", ""), **given)
+    given["device"] = home = next(model.parameters(), torch.zeros(())).device
+    network = model if home.type == "cpu" else copy.deepcopy(model).cpu()
+    network, reason = with_embedding(network, given["preprocessing"].crop_px, nn.Module.__call__)
+    if stored.layer == "output" or not linear or (stored.layer is None and not reason):
+        yield Backbone(name, name, network.to(home), Weights("as given", ""), no_embedding=reason, **given)
     if stored.layer != "output" and linear:
         yield Backbone(name, name, model, Weights("as given", ""), classifier=linear[-1], **given)
 

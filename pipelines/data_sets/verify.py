@@ -55,10 +55,9 @@ def check(
         from extract.extraction.reproduce import recheck
 
         checked = recheck(out, sample, seed=seed, images=images, backbone=backbone, weights=weights, device=device)
-        n_sampled = min(sample, report.rows[Status.OK.text])
-        if images is not None and len(checked.faults) == n_sampled and not checked.apart:
+        if images is not None and len(checked.faults) == min(sample, report.rows[Status.OK.text]) and not checked.apart:
             raise InputError(
-                f"none of the {counted(n_sampled, 'sampled image')} in {images} is the one that was stored; "
+                f"none of the {counted(len(checked.faults), 'sampled image')} in {images} is the one that was stored; "
                 f"{checked.faults[0].path}: {checked.faults[0].what}",
                 hint="name the place of the images of this data set: --images FOLDER",
             )
