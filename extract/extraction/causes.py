@@ -25,7 +25,7 @@ from extract.extraction.reproduce import TOLERANCE, computed_rows, in_batches
 from extract.images import Images
 from extract.images.sources import Chosen
 
-__all__ = ["Cause", "OtherModel", "Search", "stored_rows"]
+__all__ = ["Cause", "Models", "Search", "stored_rows"]
 
 _TRIED = 2  # rows that a change is tried on
 _CHANGES = 3  # that are combined
@@ -60,7 +60,7 @@ class Cause:
     what: str
 
 
-OtherModel = tuple[Cause, nn.Module | None]  # the model with other weights; None if they cannot be loaded
+Models = Iterable[tuple[Cause, nn.Module | None]]  # the model with other weights; None if they cannot be loaded
 Found = tuple[list[Cause], float, str]  # the causes, the largest deviation with them, and what is nearest if none fit
 
 
@@ -97,7 +97,7 @@ class Search:
     tolerance: float
     is_unit: bool = False
 
-    def found(self, models: Iterable[OtherModel]) -> Found:
+    def found(self, models: Models) -> Found:
         """Return the causes with which all rows agree; if something is only near, the causes are facts."""
         count = Cause("order", f"there are {len(self.stored):,} rows for {len(self.images):,} images")
         facts = [count] if len(self.stored) != len(self.images) else []
@@ -115,7 +115,7 @@ class Search:
         there, wrong = np.setdiff1d(there, stale), np.setdiff1d(wrong, stale)
         if not len(wrong):
             return causes, float(self._apart(self.values[there], places[there]).max(initial=0)), ""
-        more, remaining, nearest = self._changes(there, wrong[:_TRIED], places, models)
+        more, remaining, nearest = self._changes(there, wrong[:_TRIED], places, causes, models)
         return [*(facts if nearest else causes), *more], remaining, nearest
 
     def _name(self, i: int) -> str:
@@ -173,7 +173,7 @@ class Search:
             best[better], places[better] = cosines.max(1)[better], start + cosines.argmax(1)[better]
         return places
 
-    def _changes(self, there: Places, some: Places, places: Places, models: Iterable[OtherModel]) -> Found:
+    def _changes(self, there: Places, some: Places, places: Places, found: list[Cause], models: Models) -> Found:
         """Return the changes with which all rows that are there agree, tried on some."""
         plan, source = self.plan, cast(Any, self.plan.images.source)  # many changes are tried on the same pictures
         source.decode = functools.lru_cache(2 * _TRIED)(source.decode)
@@ -205,7 +205,7 @@ class Search:
             return causes, remaining, ""
         if trained := self._in_training_mode():
             return trained
-        nearest = "; ".join(f"{cause.kind}: {cause.what}" for cause in causes) or "as given"
+        nearest = "; ".join(f"{cause.kind}: {cause.what}" for cause in [*found, *causes]) or "as given"
         as_half = ", as much as half precision or another decoder changes" if remaining <= TOLERANCE["bfloat16"] else ""
         return facts, remaining, f"{nearest}, with which they differ by up to {remaining:.1e}{as_half}"
 

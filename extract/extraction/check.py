@@ -38,7 +38,7 @@ from extract.backbones.weights import Weights, build_with_weights, weights_sha25
 from extract.compute.backbone import Backbone, load_backbone
 from extract.errors import InputError, LayertapError, first_line
 from extract.extraction import reproduce
-from extract.extraction.causes import Cause, OtherModel, Search, stored_rows
+from extract.extraction.causes import Cause, Models, Search, stored_rows
 from extract.extraction.plan import Existing, Plan, resolve
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Images, list_images
@@ -258,8 +258,8 @@ def _compared(
     tolerance, worst = reproduce.TOLERANCE[precision] + ROUNDING.get(dtype, 0.0), float(apart.max())
     result = Check(False, len(good), worst, (), worst, "", (*unreadable,))
     if worst <= tolerance and len(stored.values) == len(images):
-        note = _AS_HALF if worst > tolerance / 2 and precision == "float32" and not unreadable else ""
-        return replace(result, agrees=not unreadable, nearest=note)
+        is_half = worst > tolerance - 8e-4 and precision == "float32"  # 2e-4 more than the rounding of the stored type
+        return replace(result, agrees=not unreadable, nearest=_AS_HALF if is_half and not unreadable else "")
     values = np.stack([each.features[name].reshape(-1).astype(np.float64) for each in good])
     plan = replace(plan, images=plan.images.select(np.searchsorted(rows, at).tolist()), engine="eager")
     search = Search(plan, name, stored.values, at, values, _changed(stored, good, apart > tolerance), images, tolerance)
@@ -277,7 +277,7 @@ def _changed(stored: _Stored, rows: Sequence[reproduce.ComparedRow], wrong: NDAr
     return newer & (wrong.mean() <= 0.5 and not (newer & ~wrong).any())
 
 
-def _other_models(backbone: Backbone, stored: _Stored, file: str | None) -> Iterator[OtherModel]:
+def _other_models(backbone: Backbone, stored: _Stored, file: str | None) -> Models:
     """Yield the model with weights of a file, and with those that the data set records, if they are others."""
     own = _inside(backbone.model)
     if file is not None:
@@ -296,7 +296,7 @@ def _other_models(backbone: Backbone, stored: _Stored, file: str | None) -> Iter
         yield Cause("weights", f"{words}, which the model lacks and which cannot be loaded: {first_line(error)}"), None
 
 
-def _with_weights(words: str, model: nn.Module, other: nn.Module) -> OtherModel:
+def _with_weights(words: str, model: nn.Module, other: nn.Module) -> tuple[Cause, nn.Module | None]:
     """Return a copy of the model with the weights of another, and the first that differs."""
     before, state, twin = _inside(model).state_dict(), other.state_dict(), copy.deepcopy(model)
     if before.keys() != state.keys():

@@ -235,6 +235,15 @@ def test_features_of_nothing_that_is_tried_fit_nothing(paths: list[Path]) -> Non
         assert "no preprocessing, order, precision or mode that was tried fits" in str(result)
 
 
+def test_an_order_is_told_beside_a_difference_that_nothing_explains(paths: list[Path]) -> None:
+    net = Net().eval()
+    features = loop(net, paths)[::-1] * (1 + 5e-3 * (np.arange(10) % 2))  # more than rounding
+    result = check(features, model=net, transform=steps(), images=paths)
+    assert not result
+    assert result.causes == ()
+    assert result.nearest.startswith("order: the rows are in reverse order, with which they differ by up to")
+
+
 def test_other_weights_are_named_by_the_first_parameter_that_differs(paths: list[Path], tmp_path: Path) -> None:
     net, other = Net().eval(), Net().eval()
     with torch.no_grad():
