@@ -147,6 +147,7 @@ def test_features_of_other_images_are_found_out(embedded: Path, folder: Path) ->
     row = row_of(embedded, "ant/00.png")
     assert f"row {row} (ant/00.png): features computed again differ by" in result.stdout
     assert "its image has changed since" in result.stdout
+    assert f"of their largest value; why: layertap check {embedded}" in result.stdout
     assert result.stdout.count("computed again differ by") == 2  # this one, and the summary
 
 
