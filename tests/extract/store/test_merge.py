@@ -64,7 +64,9 @@ def test_two_data_sets_become_one_sorted_by_path(sources: list[Path], tmp_path: 
     assert [path.stat().st_mtime_ns for path in sorted((tmp_path / "all" / "shards").iterdir())] == before
 
 
-def test_a_merge_that_was_killed_goes_on(sources: list[Path], tmp_path: Path) -> None:
+def test_a_merge_that_was_killed_goes_on_and_a_damaged_one_is_repaired_by_merging_again(
+    sources: list[Path], tmp_path: Path
+) -> None:
     out = tmp_path / "all"
     # Three shards of 17, 17 and 12 rows: it dies when the last one is written and not yet published.
     killed(lambda: merge(sources, out, shard_rows=17, on_rows=lambda rows, stored: rows == 12 and kill_itself()))
@@ -73,6 +75,11 @@ def test_a_merge_that_was_killed_goes_on(sources: list[Path], tmp_path: Path) ->
     ]  # fmt: skip
     merge(sources, out, shard_rows=17)
     assert verify(out).faults == []
+    change_a_value(out, 1, "vector", 3)
+    assert repair(verify(out)) == 1
+    merge(sources, out)
+    assert verify(out).faults == []
+    assert (out / "shards" / "000001-r1.h5").exists()
 
 
 def test_what_cannot_be_merged_is_refused(sources: list[Path], tmp_path: Path) -> None:
@@ -117,16 +124,6 @@ def test_damage_of_a_source_is_not_laundered(sources: list[Path], tmp_path: Path
             with pytest.raises(InputError, match="row 13 .*does not match its hashes"):
                 export(reader, tmp_path / "exported", to, ["map:none"])
     assert not (tmp_path / "exported").exists()
-
-
-def test_a_merged_data_set_is_repaired_by_merging_again(sources: list[Path], tmp_path: Path) -> None:
-    out = tmp_path / "all"
-    merge(sources, out, shard_rows=17)
-    change_a_value(out, 1, "vector", 3)
-    assert repair(verify(out)) == 1
-    merge(sources, out)
-    assert verify(out).faults == []
-    assert (out / "shards" / "000001-r1.h5").exists()
 
 
 def test_other_sources_do_not_go_into_the_same_folder(sources: list[Path], tmp_path: Path) -> None:

@@ -155,9 +155,8 @@ def test_a_partial_reader_has_the_rows_that_are_done_and_no_others(data: DataSet
     with new_shard(data, 2) as writer:
         write(writer, [21], Status.DECODE_ERROR)
         write(writer, [22])
-        with FeatureReader(data.out, partial=True) as reader, pytest.raises(LayertapError, match="is missing"):
-            FeatureReader(data.out)
-        assert reader.rows.tolist() == [*range(10), 21, 22]
+        with FeatureReader(data.out, partial=True) as reader:
+            assert reader.rows.tolist() == [*range(10), 21, 22]
         write(writer, [20])
         assert len(reader) == 12  # it is what was done when it was opened
     with FeatureReader(data.out, partial=True) as reader:
@@ -507,13 +506,18 @@ def test_any_name_comes_back_as_it_was(tmp_path: Path) -> None:
         assert (reader.failures, reader.provenance) == ([], {})
 
 
-def test_a_missing_or_unfinished_shard_is_named(complete: Path) -> None:
-    shard = complete / "shards" / "000001.h5"
+def test_a_missing_or_unfinished_shard_and_one_with_other_features_are_named(complete: Path) -> None:
+    shard, described = complete / "shards" / "000001.h5", complete / "dataset.json"
     part = shard.rename(shard.with_name(shard.name + ".part"))
     with pytest.raises(LayertapError, match="000001.h5.part is unfinished"):
         FeatureReader(complete)
     part.unlink()
     with pytest.raises(LayertapError, match=r"000001.h5 is missing \(shard 1 of 3\)"):
+        FeatureReader(complete)
+    content = json.loads(described.read_text())
+    content["features"][0]["shape"] = [7]
+    described.write_text(json.dumps(content))
+    with pytest.raises(LayertapError, match=r"its 'features.vector' is \(\(6,\), 'float32'\), expected \(\(7,\)"):
         FeatureReader(complete)
 
 
@@ -528,15 +532,6 @@ def test_a_shard_of_another_data_set_is_neither_read_nor_written(complete: Path,
     data.path(0).rename(data.path(0, part=True))
     with pytest.raises(LayertapError, match=f"its '{attribute}' is .*; delete the file, and its rows will be computed"):
         ShardWriter(data, 0)
-
-
-def test_a_shard_with_other_features_is_named(complete: Path) -> None:
-    described = complete / "dataset.json"
-    content = json.loads(described.read_text())
-    content["features"][0]["shape"] = [7]
-    described.write_text(json.dumps(content))
-    with pytest.raises(LayertapError, match=r"its 'features.vector' is \(\(6,\), 'float32'\), expected \(\(7,\)"):
-        FeatureReader(complete)
 
 
 def test_pending_rows_are_not_read(complete: Path) -> None:
@@ -599,6 +594,8 @@ def test_it_has_the_other_rows_in_every_way_of_reading(out: Path, check: bool) -
             table = reader.to_arrow("vector")
             assert (table["row"].to_pylist(), len(reader.dataset("vector"))) == (rows, len(good))
         assert some.rows.tolist() == STAY
+        with pytest.raises(InputError, match="the table names all images; none is left"):
+            whole.without(whole.paths)
         assert len(whole) == ROWS
     with pytest.raises(LayertapError, match="closed"):
         some["vector"][:]
@@ -617,8 +614,3 @@ def test_an_export_leaves_rows_out_and_a_wrong_table_writes_nothing(out: Path, t
         assert file["path"].asstr(errors="surrogateescape")[:].tolist() == [PATHS[row] for row in stay]
         assert np.array_equal(file["features/vector"][:][1], VALUES["vector"][2])
         assert np.array_equal(file["features/map:none"][:][-1], VALUES["map:none"][21])
-
-
-def test_a_table_of_all_rows_leaves_none(out: Path) -> None:
-    with FeatureReader(out) as reader, pytest.raises(InputError, match="the table names all images; none is left"):
-        reader.without(reader.paths)
