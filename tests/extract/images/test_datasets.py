@@ -15,21 +15,15 @@ from torch.utils.data import Dataset, IterableDataset
 from torchvision import datasets as torchvision_datasets
 from torchvision.transforms import v2
 
-from extract import FeatureReader, InputError, extract_features, load_backbone
+from extract import FeatureReader, InputError, extract_features
 from extract.compute.backbone import Backbone
 from extract.images import list_images, listed_again
 from extract.images.datasets import list_dataset
 from extract.images.plan_writing import write_plan
 from extract.store.format.dataset import DataSet
-from tests.conftest import TINY_INPUT
 from tests.extract.images.making import batch_of, files_of
 
 QUICK: dict[str, Any] = {"workers": 0, "batch_size": 4, "compile": "off", "progress": False}
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    return load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
 
 
 @pytest.fixture(scope="module")
@@ -157,14 +151,17 @@ def test_a_second_run_computes_nothing_and_refuses_other_pictures(
         extract_features(pictures[::-1], out=tmp_path / "out", backbone=backbone, **QUICK)
 
 
-def test_a_list_of_paths(
+def test_a_list_and_a_series_of_paths(
     folder: Path, tmp_path: Path, backbone: Backbone, from_folder: FeatureReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import pandas as pd
+
     monkeypatch.chdir(folder)
     paths = [*files_of(folder)][::-1]
     with extract_features(paths, out=tmp_path / "out", backbone=backbone, **QUICK) as reader:
         assert reader.paths[:] == sorted(paths)
         np.testing.assert_array_equal(reader["embedding"][:], from_folder["embedding"][:])
+    assert list_dataset(pd.Series(paths, index=range(5, 17))).paths == sorted(paths)
     with pytest.raises(InputError, match="is given twice"):
         list_dataset([paths[0], Path(paths[0])])
 
@@ -374,10 +371,3 @@ def test_wrong_datasets_of_hugging_face_are_refused(hugging_face: Any, tmp_path:
     ):
         with pytest.raises(InputError, match=message):
             list_dataset(dataset)
-
-
-def test_a_series_of_pandas_is_a_list_of_paths(folder: Path) -> None:
-    import pandas as pd
-
-    paths = [str(folder / name) for name in files_of(folder)]
-    assert list_dataset(pd.Series(paths, index=range(5, 17))).paths == sorted(paths)

@@ -16,13 +16,13 @@ import torch
 from PIL import Image, ImageCms, ImageOps
 from torchvision.transforms.v2 import functional as tensors
 
-from extract import FeatureReader, InputError, extract_features, load_backbone
+from extract import FeatureReader, InputError, extract_features
 from extract.backbones.preprocessing import Preprocessing
 from extract.extraction.run import extract
 from extract.images import device_decoding
 from extract.images.decoding import Jpeg, plain_jpeg
 from extract.images.device_decoding import JpegDecoder, upright
-from tests.conftest import TINY_INPUT, make_picture
+from tests.conftest import make_picture
 from tests.extract.images.making import encoded, turned
 from tests.planning import plan
 
@@ -95,11 +95,6 @@ def photos(tmp_path: Path) -> Path:
     make_picture(25, 300, 260).save(folder / "z.png")
     (folder / "zero.jpg").write_bytes(b"")
     return folder
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Any:
-    return load_backbone("timm/test_resnet", weights="random", device="cpu", preprocessing=TINY_INPUT)
 
 
 def settings(backbone: Any, **more: Any) -> dict[str, Any]:
