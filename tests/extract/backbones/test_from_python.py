@@ -99,16 +99,6 @@ def test_the_fingerprint_follows_code_and_weights(file: Path, folder: Path, tmp_
         assert "weights_sha256" not in error
 
 
-def test_factories_that_do_not_fit_are_told(file: Path) -> None:
-    """Others are in `contrived_models.py`."""
-    for name, message in (
-        ("any_size", r"the transform of .*:any_size\(\) returns tensors of several sizes"),
-        ("smal", "factory 'smal' not found in .*net.py; nearest: 'small'"),
-    ):
-        with pytest.raises((InputError, UnknownNameError), match=message):
-            load_backbone(f"python/{file}:{name}", device="cpu")
-
-
 RANDOM = """
 import random
 import numpy as np
@@ -285,7 +275,8 @@ def test_prefix_tokens_that_are_not_stated_are_not_guessed(vit_file: Path) -> No
         load_backbone(f"python/{vit_file}:wrong", device="cpu")
 
 
-def test_files_that_cannot_be_used(file: Path, tmp_path: Path) -> None:
+def test_files_and_factories_that_cannot_be_used(file: Path, tmp_path: Path) -> None:
+    """Other factories are in `contrived_models.py`."""
     (tmp_path / "bad.py").write_text("import nonsense_that_is_not_there")
     refused: list[tuple[str, dict[str, Any], str]] = [
         (f"{tmp_path}/no.py:small", {}, "no.py: No such file"),
@@ -293,7 +284,9 @@ def test_files_that_cannot_be_used(file: Path, tmp_path: Path) -> None:
         (f"{tmp_path}/bad.py:small", {}, "bad.py cannot be imported: ModuleNotFoundError"),
         (f"{file}:small", {"weights": "random"}, "--weights random is not supported"),
         (f"{file}:small", {"allow_missing_head": True}, "the classifier layer is unknown"),
+        (f"{file}:any_size", {}, r"the transform of .*:any_size\(\) returns tensors of several sizes"),
+        (f"{file}:smal", {}, "factory 'smal' not found in .*net.py; nearest: 'small'"),
     ]
     for place, how, message in refused:
-        with pytest.raises(InputError, match=message):
-            load_backbone(f"python/{place}", **how)
+        with pytest.raises((InputError, UnknownNameError), match=message):
+            load_backbone(f"python/{place}", device="cpu", **how)

@@ -143,19 +143,15 @@ def net() -> Backbone:
 
 
 def test_layers_whose_rows_are_not_the_images_are_refused(net: Backbone) -> None:
+    mixed = ("strided", "mixes", "shuffles", "swaps", "moved", "infinite")
     for layer, message in (
-        ("strided", "'strided' of net: its output for a picture differs in a batch from the picture alone"),
-        ("mixes", "its output for a picture differs in a batch from the picture alone"),
-        ("shuffles", "its output for a picture differs in a batch from the picture alone"),
-        ("swaps", "its output for a picture differs in a batch from the picture alone"),
+        *((name, f"'{name}' of net: its output for a picture differs in a batch from the picture") for name in mixed),
         ("scalar", r"is \(\) for 3 images"),
         ("mask", "torch.bool; features must be floating point or whole numbers"),
-        ("moved", "its output for a picture differs in a batch from the picture alone"),
         ("whole:mean_map", r"mean_map does not fit whole numbers \(torch.int64\)"),
         ("whole:flatten:srp8", r"srp8 does not fit whole numbers"),
         ("never", "'never' of net never runs"),
         ("lstm:1.0", "auto does not fit an activation of shape .1, 5. per image"),
-        ("infinite", "its output for a picture differs in a batch from the picture alone"),
         ("ragged", r"is \(7, 4\) for 3 images and \(5, 4\) for 1: its rows are not the images"),
         ("embedding", "no single classifier"),
         ("windows:cls_token", "cls_token does not fit an activation of shape .4, 4, 14, 14. per image"),
@@ -248,7 +244,7 @@ def test_a_higher_input_tells_channels_from_positions_of_the_same_number(net: Ba
         choose_features(fixed, ["tokens"])
 
 
-def test_names_that_do_not_exist(net: Backbone) -> None:
+def test_names_that_do_not_exist_and_no_names_are_refused(net: Backbone) -> None:
     for layer, message in (
         ("lstn", "layer 'lstn' not found in net; nearest: 'lstm'"),
         ("plain:mean_mpa", r"':mean_mpa' after layer 'plain' is neither a pooling \(auto, .* nor .* \(plain\)"),
@@ -258,14 +254,11 @@ def test_names_that_do_not_exist(net: Backbone) -> None:
     ):
         with pytest.raises(UnknownNameError, match=message):
             choose_features(net, [layer])
+    with pytest.raises(InputError):
+        choose_features(net, [])
 
 
 def test_layers_of_a_glob_that_never_run_are_left_out_and_told(net: Backbone) -> None:
     choice = choose_features(net, ["[np]*"])
     assert [feature.name for feature in choice.features] == ["plain"]
     assert choice.never_run == ["never"]
-
-
-def test_no_layers_is_an_error(net: Backbone) -> None:
-    with pytest.raises(InputError):
-        choose_features(net, [])

@@ -155,11 +155,6 @@ def test_a_projection_takes_the_first_axes_of_a_larger_fit_and_does_not_depend_o
         torch.testing.assert_close(large(rows), large(rows.double()), rtol=1e-4, atol=1e-3)
 
 
-def test_more_axes_than_values_are_refused() -> None:
-    with pytest.raises(InputError, match="pca51 of 50 values: .* use K up to 50"):
-        AxesProjection(50, 51, False)
-
-
 def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(atomic_files, "flush_to_disk", Mock(side_effect=full))
@@ -168,8 +163,10 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.iterdir())
 
 
-def test_files_that_are_no_axes_or_other_axes_are_refused(tmp_path: Path) -> None:
+def test_more_axes_than_values_files_that_are_no_axes_and_other_axes_are_refused(tmp_path: Path) -> None:
     path = fitted(tmp_path, rows_of(10, 50), 4)
+    with pytest.raises(InputError, match="pca51 of 50 values: .* use K up to 50"):
+        AxesProjection(50, 51, False)
     for inputs, axes in ((50, 5), (60, 4)):
         with pytest.raises(InputError, match=f"has 4 axes of 50 values; pca{axes} needs {axes} of {inputs}"):
             AxesProjection(inputs, axes, False).load(path)

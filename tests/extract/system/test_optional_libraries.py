@@ -44,7 +44,9 @@ def test_the_command_names_what_the_extra_of_the_checkout_consists_of() -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_of_a_wheel_the_command_names_what_its_metadata_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_wheel_the_command_and_the_version_are_those_of_its_metadata_and_of_copied_folders_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     declared = [
         "torch>=2.9",
         'open_clip_torch>=2.30; extra == "open-clip"',  # metadata writes extras with a hyphen
@@ -52,24 +54,20 @@ def test_of_a_wheel_the_command_names_what_its_metadata_declares(monkeypatch: py
         'aiohttp>=3.9 ; extra == "http"',
     ]
     monkeypatch.setattr(metadata, "requires", lambda name: declared)
-    assert pip_install("open_clip") == "pip install 'open_clip_torch>=2.30'"
-    assert pip_install("http") == "pip install 'fsspec[http]>=2025.5' 'aiohttp>=3.9'"
+    monkeypatch.setattr(metadata, "version", lambda name: {"layertap": "7.8"}[name])
+    assert own_version() == "7.8"
+    for another_project in (False, True):  # whose pyproject.toml is not read
+        if another_project:
+            (tmp_path / "pyproject.toml").write_text('[project]\nname = "theirs"\n')
+            pip_install.cache_clear()
+        assert pip_install("open_clip") == "pip install 'open_clip_torch>=2.30'"
+        assert pip_install("http") == "pip install 'fsspec[http]>=2025.5' 'aiohttp>=3.9'"
 
-
-@pytest.mark.usefixtures("elsewhere")
-def test_of_copied_folders_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> list[str]:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "requires", missing)
     assert pip_install("ray") == "see the extra 'ray' in layertap's pyproject.toml"
-
-
-@pytest.mark.usefixtures("elsewhere")
-def test_a_pyproject_of_another_project_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pyproject.toml").write_text('[project]\nname = "theirs"\n')
-    monkeypatch.setattr(metadata, "requires", lambda name: ['ray>=2.9; extra == "ray"'])
-    assert pip_install("ray") == "pip install 'ray>=2.9'"
 
 
 def test_a_pip_that_the_shell_does_not_find_or_that_is_of_another_environment_is_not_named(
@@ -169,12 +167,6 @@ def test_commands_of_a_checkout_that_is_not_installed_store_its_version(tmp_path
 @pytest.mark.usefixtures("not_installed", "elsewhere")
 def test_the_version_of_copied_folders_is_unknown() -> None:
     assert CliRunner().invoke(main, ["--version"], prog_name="layertap").output == "layertap, version unknown\n"
-
-
-@pytest.mark.usefixtures("elsewhere")
-def test_the_version_of_a_wheel_is_that_of_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: {"layertap": "7.8"}[name])
-    assert own_version() == "7.8"
 
 
 def test_no_other_module_reads_metadata_of_distributions() -> None:
