@@ -153,7 +153,15 @@ def test_doubling_the_first_layer_changes_its_gradients(names: dict[str, Any]) -
     assert 1.5 < two.norm() / one.norm() < 2.5
 
 
-def test_the_reading_example_reads(run: Any) -> None:
+def test_the_first_examples_and_the_reading_example_read_features_and_labels(run: Any) -> None:
+    found, printed = run("README.md")
+    assert found["x"].shape == (11, 1280)
+    assert sorted(text.split("/")[1] for text in found["paths"]) == sorted(f"{i}.png" for i in range(11))
+    assert len(found["loader"]) == 1
+    assert "'layer2': (2, 128, 8, 8)" in printed
+    assert found["taps"].record["layer1@grad"].abs().sum() > 0
+    found, _ = run("docs/index.md")
+    assert (found["x"].shape, found["y"].tolist()) == ((11, 1280), [0] * 6 + [1] * 5)
     found, _ = run("docs/guides/reading.md")
     assert tuple(found["x"].shape) == (11, 1280)
     assert sorted(found["y"].tolist()) == [0] * 6 + [1] * 5
@@ -261,20 +269,6 @@ def test_the_examples_of_other_tools_run(run: Any, place: Path) -> None:
     with FeatureReader(place / "outputs" / "from-paths") as again:
         np.testing.assert_array_equal(again["embedding"][:], x)
     assert found["model"].score(found["paths"], found["y"]) == 1
-
-
-def test_the_examples_of_the_readme_read_and_hook(run: Any) -> None:
-    found, printed = run("README.md")
-    assert found["x"].shape == (11, 1280)
-    assert sorted(text.split("/")[1] for text in found["paths"]) == sorted(f"{i}.png" for i in range(11))
-    assert len(found["loader"]) == 1
-    assert "'layer2': (2, 128, 8, 8)" in printed
-    assert found["taps"].record["layer1@grad"].abs().sum() > 0
-
-
-def test_the_first_example_reads_features_and_labels(run: Any) -> None:
-    found, _ = run("docs/index.md")
-    assert (found["x"].shape, found["y"].tolist()) == ((11, 1280), [0] * 6 + [1] * 5)
 
 
 @pytest.mark.slow
