@@ -135,13 +135,10 @@ def test_larger_depths_neither_count_nor_are_predicted(samples: Any) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"iterations": 5}, "no protocol is trained in iterations"),
     ({"max_depth": 0.0}, "max_depth=0.0; expected a positive number"),
     ({"depths": {}}, "no depth map of image 0"),
     ({"depths": [np.zeros((4, 4, 3))] * IMAGES}, r"shape \(4, 4, 3\); expected numbers"),
     ({"depths": [np.zeros(CROP)] * IMAGES}, "no pixel of the training images has a known depth"),
-    ({"train": [0]}, "a single training image"),
-    ({"test": [0]}, "in both train and test"),
     ({"protocol": "depth-dinov2"}, "protocol 'depth-dinov2' not found"),
     ({"depths": UNKNOWN_IN_TEST}, "test images have no known depth inside the crop"),
 ])  # fmt: skip

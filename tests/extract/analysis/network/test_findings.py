@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from extract.analysis.network.findings import first_misfit
 from extract.analysis.network.inspection import inspect_model
 from extract.analysis.network.reports import AttentionReport, InputReport, WeightReport
-from tests.extract.analysis.network.planted_faults import CIFAR, FAULTS, HEALTHY, PHOTOS, chain, noise, score
+from tests.extract.analysis.network.planted_faults import CIFAR, FAULTS, HEALTHY, PHOTOS, chain, is_exact, noise
 
 
 @pytest.mark.parametrize("depth", [0, 9])
@@ -276,7 +276,7 @@ def test_a_planted_fault_is_named_first_at_its_layer(name: str) -> None:
     if fault.needs_cifar and not CIFAR.is_dir():
         pytest.skip(f"no pictures in {CIFAR}")
     found = fault.look()
-    assert score(fault, found) == "exact", f"expected {fault.expected}, found {found}"
+    assert is_exact(fault, found), f"expected {fault.expected}, found {found}"
 
 
 @pytest.mark.slow

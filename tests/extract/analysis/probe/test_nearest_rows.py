@@ -100,12 +100,6 @@ def test_many_candidates_are_computed_at_once_and_give_the_same() -> None:
     same(nearest(bank, bank[:50], 7), brute(bank, bank[:50], 7))
 
 
-def test_a_query_of_zeros_is_equally_near_to_everything() -> None:
-    neighbours = nearest(np.eye(4, dtype=np.float32), np.zeros((1, 4)), 9)
-    assert neighbours.rows.tolist() == [[0, 1, 2, 3]]
-    assert neighbours.cosines.tolist() == [[0, 0, 0, 0]]
-
-
 def test_features_of_a_data_set_over_several_shards_as_vectors_and_as_maps(tmp_path: Path) -> None:
     out = complete_data_set(tmp_path / "out", failed=(3, 11)).out
     with FeatureReader(out) as reader:
@@ -118,24 +112,19 @@ def test_features_of_a_data_set_over_several_shards_as_vectors_and_as_maps(tmp_p
             same(neighbours, brute(VALUES[layer], VALUES[layer][[5, 20]], 30, good, [5, 20]))
 
 
-@pytest.mark.parametrize(
-    ("queries", "k", "message"),
-    [
+def test_zeros_are_near_to_everything_nothing_is_found_among_no_rows_and_wrong_queries_are_refused() -> None:
+    bank = np.eye(4, dtype=np.float32)
+    neighbours = nearest(bank, np.zeros((1, 4)), 9)
+    assert (neighbours.rows.tolist(), neighbours.cosines.tolist()) == ([[0, 1, 2, 3]], [[0, 0, 0, 0]])
+    assert nearest(bank, np.ones((2, 4)), 3, among=np.empty(0, np.int64)).rows.shape == (2, 0)
+    assert nearest(bank, np.ones((1, 4)), 3, among=np.array([2]), without=np.array([2])).rows.tolist() == [[-1]]
+    for queries, k, message in (
         (np.zeros((1, 4)), 0, "k is 0"),
         (np.zeros((1, 5)), 1, "queries have 5 values each, but rows have 4"),
         (np.full((1, 4), np.nan), 1, "a query contains NaN"),
-    ],
-)
-def test_what_cannot_be_searched_is_told(queries: np.ndarray, k: int, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        nearest(np.eye(4, dtype=np.float32), queries, k)
-
-
-def test_nothing_is_found_among_no_rows() -> None:
-    neighbours = nearest(np.eye(4, dtype=np.float32), np.ones((2, 4)), 3, among=np.empty(0, np.int64))
-    assert neighbours.rows.shape == (2, 0)
-    neighbours = nearest(np.eye(4, dtype=np.float32), np.ones((1, 4)), 3, among=np.array([2]), without=np.array([2]))
-    assert neighbours.rows.tolist() == [[-1]]
+    ):
+        with pytest.raises(InputError, match=message):
+            nearest(bank, queries, k)
 
 
 def test_the_layer_is_the_embedding_or_the_only_one() -> None:

@@ -254,7 +254,7 @@ def test_few_shot_predicts_training_rows_that_were_not_drawn(data, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_strengths")
-def test_few_shot_draws_nested_rows_of_each_class_and_tells_mean_and_spread(data):
+def test_few_shot_draws_nested_rows_of_each_class_as_many_as_it_has_and_tells_mean_and_spread(data):
     x, y, x_val, y_val, x_test, y_test = data
     result = linear_probe(x, y, x_test, y_test, x_val=x_val, y_val=y_val, protocol="fewshot")
     assert list(result.shots) == [1, 2, 5, 10, 20]
@@ -266,6 +266,11 @@ def test_few_shot_draws_nested_rows_of_each_class_and_tells_mean_and_spread(data
     hits = five.value * len(y_test)
     of_rows = scipy.stats.beta.ppf(0.975, hits + 1, len(y_test) - hits) - five.value
     assert (five.value, five.high) == (pytest.approx(means[2]), pytest.approx(five.value + np.hypot(of_draws, of_rows)))
+    rows = np.sort(np.concatenate([np.flatnonzero(y == 0)[:8], np.flatnonzero(y > 0)]))
+    few = linear_probe(x[rows], y[rows], x_test, y_test, protocol="fewshot")
+    assert list(few.shots) == [1, 2]  # 5 and 4 to choose on are more than 8
+    with pytest.raises(InputError, match="a class has 1 training rows"):
+        linear_probe(x[:2], [0, 1], x_test, y_test, protocol="fewshot")
 
 
 @pytest.mark.usefixtures("few_strengths")
@@ -274,18 +279,6 @@ def test_few_shot_draws_by_its_seed(train_and_test, monkeypatch):
     monkeypatch.setattr(protocols, "_REPEATS", 2)
     first, second, other = (linear_probe(*train_and_test, protocol="fewshot", seed=seed).shots for seed in (0, 0, 1))
     assert first == second != other
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("few_strengths")
-def test_few_shot_leaves_out_more_shots_than_a_class_has(data):
-    x, y, _, _, x_test, y_test = data
-    rows = np.concatenate([np.flatnonzero(y == 0)[:8], np.flatnonzero(y > 0)])
-    rows.sort()
-    result = linear_probe(x[rows], y[rows], x_test, y_test, protocol="fewshot")
-    assert list(result.shots) == [1, 2]  # 5 and 4 to choose on are more than 8
-    with pytest.raises(InputError, match="a class has 1 training rows"):
-        linear_probe(x[:2], [0, 1], x_test, y_test, protocol="fewshot")
 
 
 @pytest.mark.usefixtures("few_strengths")
@@ -302,15 +295,20 @@ def test_scaling_is_of_the_training_rows_alone(train_and_test):
 
 
 @pytest.mark.usefixtures("few_strengths")
-@pytest.mark.parametrize("protocol", ["clip", "knn"])
-def test_labels_of_the_test_rows_have_no_influence_on_the_probe(train_and_test, protocol):
-    x, y, x_test, y_test = train_and_test
+@pytest.mark.parametrize("protocol", ["clip", "knn", "centroid"])
+def test_neither_labels_of_the_test_rows_nor_streaming_have_an_influence_on_the_probe(data, protocol):
+    x, y, x_val, y_val, x_test, y_test = data
     first, second = (
         linear_probe(x, y, x_test, truth, protocol=protocol)
         for truth in (y_test, np.random.default_rng(0).permutation(y_test))
     )
     assert (first.chosen, list(first.curve)) == (second.chosen, list(second.curve))
     np.testing.assert_array_equal(first.predictions, second.predictions)
+    how = {"x_val": x_val, "y_val": y_val, "protocol": protocol}
+    held, streamed = (
+        linear_probe(x[:200], y[:200], x_test, y_test, memory_bytes=memory, **how) for memory in (1 << 30, 20_000)
+    )
+    assert streamed.value == pytest.approx(held.value, abs=0.0067)
 
 
 @pytest.mark.usefixtures("few_strengths")
@@ -322,17 +320,6 @@ def test_shuffled_labels_give_chance(protocol):
     top1 = linear_probe(x[:600], y[:600], x[600:], y[600:], protocol=protocol).metrics["top1"]
     assert abs(top1.value - 0.25) < 3 * np.sqrt(0.25 * 0.75 / 400)
     assert top1.high - top1.low == pytest.approx(4 * np.sqrt(0.25 * 0.75 / 400), rel=0.15)
-
-
-@pytest.mark.usefixtures("few_strengths")
-@pytest.mark.parametrize("protocol", ["clip", "knn", "centroid"])
-def test_streamed_features_give_what_held_ones_give(data, protocol):
-    x, y, x_val, y_val, x_test, y_test = data
-    how = {"x_val": x_val, "y_val": y_val, "protocol": protocol}
-    held, streamed = (
-        linear_probe(x[:200], y[:200], x_test, y_test, memory_bytes=memory, **how) for memory in (1 << 30, 20_000)
-    )
-    assert streamed.value == pytest.approx(held.value, abs=0.0067)
 
 
 def test_classes_are_of_any_kind_and_unknown_ones_count_as_wrong(data):
@@ -354,10 +341,8 @@ def test_classes_are_of_any_kind_and_unknown_ones_count_as_wrong(data):
     [
         ({"protocol": "svm"}, "protocol 'svm' not found"),
         ({"scaling": "minmax"}, "scaling 'minmax' not found"),
-        ({"class_weight": "auto"}, "class_weight 'auto' not found"),
         ({"class_weight": "balanced", "protocol": "knn"}, "class weights need logistic regression"),
         ({"y_train": np.zeros(400, int)}, "at least two"),
-        ({"y_train": np.zeros(399, int)}, "x_train has 400 rows, but y_train has 399"),
         ({"x_val": np.zeros((5, 20)), "y_val": np.zeros(0, int)}, "x_val has 5 rows, but y_val has 0"),
         ({"y_train": np.linspace(0, 1, 400)}, "protocol='ridge'"),
         ({"x_test": np.ones((150, 3), np.float32)}, "rows have different widths"),
@@ -368,10 +353,8 @@ def test_classes_are_of_any_kind_and_unknown_ones_count_as_wrong(data):
         ({"y_train": np.full(400, np.nan)}, "a target is NaN"),
         ({"y_train": np.array([None, "a"] * 200)}, "targets have several types"),
         ({"seed": -1}, "seed is -1"),
-        ({"protocol": None}, "protocol 'None' not found"),
         ({"x_train": np.ones((400, 24), complex)}, "expected real numbers"),
         ({"x_train": np.ones((0, 24)), "y_train": []}, "0 training rows"),
-        ({"device": "mps"}, "cannot be used|mps does not support"),
         ({"x_train": np.ones((400, 0), np.float32)}, "have no values"),
         ({"y_train": np.full((400, 2), 3), "y_test": np.zeros((150, 2))}, "labels, 0 or 1"),
         ({"x_train": np.ones((9, 24)), "y_train": np.arange(9) % 5, "protocol": "knn"}, "too few to hold out a tenth"),
