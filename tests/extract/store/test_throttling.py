@@ -145,6 +145,6 @@ def test_data_sets_are_written_resumed_and_read_while_the_server_fails(count: in
     script = Path(__file__).with_name("throttling.py")
     run = subprocess.run([sys.executable, str(script), str(count)], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    result = json.loads(run.stdout.splitlines()[-1])
-    assert (result["runs"], result["all equal"]) == (count, True)
-    assert len(result["modes"]) >= 5
+    modes = json.loads(run.stdout.splitlines()[-1])
+    assert sum(modes.values()) == count
+    assert len(modes) >= 5

@@ -80,12 +80,11 @@ def serve() -> None:
                 continue
             if proxy.is_refusing:
                 proxy.accept()
-            seen = Counter(method for method, *_ in proxy.seen)
             proxy.forget()
             if "rates" in request:
                 proxy.slow_s = request["slow_s"]
                 proxy.rule = _rule(proxy, **request)
-            print(json.dumps(seen), flush=True)
+            print(json.dumps(None), flush=True)
 
 
 def _rule(
@@ -213,18 +212,15 @@ def must(true: bool, words: str) -> None:
         raise SystemExit(f"FAILED: {words}")
 
 
-def check_words(log: Path, out: str, mode: str) -> str:
-    """Check that a command that failed named the URL and the reason, without a traceback; return that line."""
+def check_words(log: Path, out: str, mode: str) -> None:
+    """Check that a command that failed named the URL and the reason, without a traceback."""
     text = log.read_text()
-    lines = [line for line in text.splitlines() if out in line and re.search(REASON, line)]
-    must("Traceback" not in text and bool(lines), f"{mode}: {text}")
-    return lines[-1]
+    named = [line for line in text.splitlines() if out in line and re.search(REASON, line)]
+    must("Traceback" not in text and bool(named), f"{mode}: {text}")
 
 
-def run(
-    seed: int, server: Server, images: Path, base: Path, expected: Any, scale: float, lasts_s: float
-) -> dict[str, Any]:
-    """One run; returns what happened."""
+def run(seed: int, server: Server, images: Path, base: Path, expected: Any, scale: float, lasts_s: float) -> str:
+    """One run; returns its mode."""
     import numpy as np
 
     chance = random.Random(seed)
@@ -236,39 +232,30 @@ def run(
     out, log = f"s3://{bucket}/set", folder / "log"
     os.environ |= {"TMPDIR": str(folder / "tmp"), "XDG_CACHE_HOME": str(folder / "cache")}
     tempfile.tempdir = None
-    start, gave_up, requests, said = time.monotonic(), Counter[str](), Counter[str](), list[str]()
 
-    def set_faults(what: str, after: int) -> None:
-        """Set the faults of the mode; after an outage for good, the faults without an outage."""
-        is_over = outage_s >= FOR_GOOD and bool(gave_up[what])
-        requests.update(
-            server.ask(
-                rates=rates, seed=chance.randrange(10**9), outage="" if is_over else outage, after=after,
-                outage_s=outage_s * scale if outage_s < FOR_GOOD else outage_s, slow_s=15 * scale,
-            )
-        )  # fmt: skip
-
-    def repeated(what: str, work: Callable[[], None], kill_after_s: float | None, most_requests: int) -> bool:
-        """Repeat a command until it succeeds; return whether the first attempt was killed."""
-        was_killed = False
+    def repeated(work: Callable[[], None], kill_after_s: float | None, most_requests: int) -> None:
+        """Repeat a command until it succeeds; where an outage is for good, it is over when the command has failed."""
+        has_failed = False
         for attempt in range(6):
-            set_faults(what, chance.randrange(1, most_requests))
+            is_over = outage_s >= FOR_GOOD and has_failed
+            server.ask(
+                rates=rates, seed=chance.randrange(10**9), outage="" if is_over else outage,
+                after=chance.randrange(1, most_requests), slow_s=15 * scale,
+                outage_s=outage_s * scale if outage_s < FOR_GOOD else outage_s,
+            )  # fmt: skip
             code = forked(work, log, kill_after_s if not attempt else None)
             if code == 0:
-                return was_killed
-            if code == -signal.SIGKILL:
-                was_killed = True
-                continue
-            gave_up[what] += 1
-            said.append(check_words(log, out, mode))
-        raise SystemExit(f"FAILED: {mode}, seed {seed}: {what} did not end: {log.read_text()}")
+                return
+            if code != -signal.SIGKILL:
+                has_failed = True
+                check_words(log, out, mode)
+        raise SystemExit(f"FAILED: {mode}, seed {seed}: a command did not end: {log.read_text()}")
 
-    requests.update(server.ask(bucket=bucket))
-    requests.clear()
+    server.ask(bucket=bucket)
     kill_after_s = chance.uniform(0.2, lasts_s) if chance.random() < 0.5 else None
-    killed = repeated("embed", lambda: embed(images, out, "--scratch", str(folder / "tmp")), kill_after_s, 40)
-    repeated("read", lambda: read(out, folder / "read.npz"), None, 20)
-    requests.update(server.ask())
+    repeated(lambda: embed(images, out, "--scratch", str(folder / "tmp")), kill_after_s, 40)
+    repeated(lambda: read(out, folder / "read.npz"), None, 20)
+    server.ask()
     with np.load(folder / "read.npz") as result:
         for name in ("features", "paths", "status"):
             must(np.array_equal(result[name], expected[name]), f"{mode}, seed {seed}: {name} differ")
@@ -277,13 +264,11 @@ def run(
     must(stored == ["set/dataset.json", *shards], f"{mode}, seed {seed}: objects {stored}")
     must(not list((folder / "tmp").glob("layertap-*")), f"{mode}, seed {seed}: scratch files are left")
     shutil.rmtree(folder)
-    seconds = round(time.monotonic() - start, 1)
-    counts = {"gave up": dict(gave_up), "requests": dict(requests)}
-    return {"mode": mode, "killed": killed, **counts, "seconds": seconds, "said": said}
+    return mode
 
 
 def main(count: int, seed: int, scale: float) -> None:
-    """Do the runs, and print a summary."""
+    """Do the runs, and print their modes."""
     server = Server()
     os.environ |= {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}", "AWS_ACCESS_KEY_ID": "AKIATESTONLY",
@@ -291,6 +276,7 @@ def main(count: int, seed: int, scale: float) -> None:
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
 
+    import numpy as np
     import torch
 
     from extract import load_backbone
@@ -312,8 +298,6 @@ def main(count: int, seed: int, scale: float) -> None:
         log = base / "log"
         must(forked(lambda: embed(images, str(base / "here"), "--engine", "processes"), log) == 0, "no local run")
         must(forked(lambda: read(str(base / "here"), base / "here.npz"), log) == 0, "no local features")
-        import numpy as np
-
         with np.load(base / "here.npz") as result:
             expected = dict(result)
         for name in SECONDS:
@@ -322,19 +306,11 @@ def main(count: int, seed: int, scale: float) -> None:
         start = time.monotonic()
         must(forked(lambda: embed(images, "s3://bucket-timed/set"), log) == 0, f"no run to be timed: {log.read_text()}")
         lasts_s = time.monotonic() - start
-        summary: dict[str, Counter[str]] = {}
-        seconds: dict[str, list[float]] = {}
+        modes = Counter[str]()
         for number in range(seed, seed + count):
-            result = run(number, server, images, base, expected, scale, lasts_s)
-            print(number, json.dumps(result), flush=True)
-            counts = summary.setdefault(result["mode"], Counter())
-            counts.update(runs=1, killed=int(result["killed"]), requests=sum(result["requests"].values()))
-            counts.update({f"{what} gave up": times for what, times in result["gave up"].items()})
-            seconds.setdefault(result["mode"], []).append(result["seconds"])
-        print(json.dumps({
-            "runs": count, "all equal": True,
-            "modes": {mode: {**counts, "longest s": max(seconds[mode])} for mode, counts in summary.items()},
-        }))  # fmt: skip
+            modes.update([run(number, server, images, base, expected, scale, lasts_s)])
+            print(number, modes, flush=True)
+        print(json.dumps(modes))
 
 
 if __name__ == "__main__":
