@@ -208,6 +208,11 @@ def test_without_labels_there_are_rates_and_similarity_and_labels_may_be_in_a_ta
     (tmp_path / "labels.csv").write_text("\n".join(["path,label", *lines]))
     compare(made, out, "-l", "embedding", "--labels", tmp_path / "labels.csv", images=tmp_path / "flat")
     assert results(out)["tasks"][0]["test_images"] == 5  # of 23, a fifth of each class
+    result = compare(made, tmp_path / "one", "--limit", 12, images=made / "pictures" / "train")
+    note = "the classes of the images are not used: the images have only 1 class; a probe needs at least two"
+    assert f"note: {note}" in result.stderr
+    assert "12 images, no labels" in result.stdout
+    assert note in results(tmp_path / "one")["notes"]
 
 
 def test_the_best_layer_is_never_chosen_on_test_images(made: Path, tmp_path: Path) -> None:
@@ -302,8 +307,8 @@ def test_labels_and_tasks_are_checked_before_features_are_computed(made: Path, t
     assert not (tmp_path / "out").exists()
 
 
-def test_wrong_input_is_refused(made: Path, tmp_path: Path) -> None:
-    of = ("compare", made / "pictures", "-o", tmp_path / "out")
+def test_wrong_input_and_wrong_tables_are_refused(made: Path, tmp_path: Path) -> None:
+    table, out = tmp_path / "backbones.csv", tmp_path / "out"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
     (tmp_path / "compare.yaml").write_text("budget: 30m\n")
@@ -314,21 +319,25 @@ def test_wrong_input_is_refused(made: Path, tmp_path: Path) -> None:
         (("-b", "timm/test_vit", "--budget", "30m"), "use --limit N"),
         (("-b", "timm/test_vit", "--config", tmp_path / "compare.yaml"), "use --limit N"),
     ):
-        assert why in fails(*of, *options)
+        assert why in fails("compare", made / "pictures", "-o", out, *options)
     with pytest.raises(TypeError, match="budget"):
-        layertap_compare(made / "pictures", "timm/test_vit", out=tmp_path / "out", budget="30m")
-    assert not (tmp_path / "out").exists()
-    message = fails(*of, "-b", "timm/nothing")
+        layertap_compare(made / "pictures", "timm/test_vit", out=out, budget="30m")
+    for text, why in (
+        ("name\nx\n", "expected a column 'backbone'"),
+        ("backbone,weight\ntimm/x,random\n", "has the column weight"),
+        ("backbone,name\n,x\n", "line 2: no backbone"),
+        ("backbone,name\ntimm/x\n", "line 2 has 1 values, but the header has 2"),
+        ("backbone,name\ntimm/x,../y\n", "line 2: the name"),
+        ("backbone,name\ntimm/x,probe\n", "line 2: the name"),
+        ("backbone,name\ntimm/x,a\ntimm/y,A\n", "two backbones are called"),
+        ("backbone\n", "no backbones to compare"),
+    ):
+        table.write_text(text)
+        assert why in fails("compare", tmp_path, "--from", table, "-o", out)
+    assert not out.exists()
+    message = fails("compare", made / "pictures", "-o", out, "-b", "timm/nothing")
     assert "no backbone could be used" in message
     assert "timm-nothing: backbone 'timm/nothing' not found" in message
-
-
-def test_folders_that_are_no_classes_are_a_note(made: Path, tmp_path: Path) -> None:
-    result = compare(made, tmp_path, "--limit", 12, images=made / "pictures" / "train")
-    note = "the classes of the images are not used: the images have only 1 class; a probe needs at least two"
-    assert f"note: {note}" in result.stderr
-    assert "12 images, no labels" in result.stdout
-    assert note in results(tmp_path)["notes"]
 
 
 def test_a_single_backbone_has_rank_one_and_disputes_nothing(
@@ -410,25 +419,6 @@ def test_a_comparison_that_was_interrupted_gives_the_same_results(
     for entry in contents[0]["backbones"] + contents[1]["backbones"]:
         del entry["images_per_s"]
     assert contents[0] == contents[1]
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("name\nx\n", "expected a column 'backbone'"),
-        ("backbone,weight\ntimm/x,random\n", "has the column weight"),
-        ("backbone,name\n,x\n", "line 2: no backbone"),
-        ("backbone,name\ntimm/x\n", "line 2 has 1 values, but the header has 2"),
-        ("backbone,name\ntimm/x,../y\n", "line 2: the name"),
-        ("backbone,name\ntimm/x,probe\n", "line 2: the name"),
-        ("backbone,name\ntimm/x,a\ntimm/y,A\n", "two backbones are called"),
-        ("backbone\n", "no backbones to compare"),
-    ],
-)
-def test_wrong_tables_are_refused(tmp_path: Path, text: str, why: str) -> None:
-    (tmp_path / "backbones.csv").write_text(text)
-    assert why in fails("compare", tmp_path, "--from", tmp_path / "backbones.csv", "-o", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_candidates_are_specs_globs_and_lines_of_tables(tmp_path: Path) -> None:

@@ -403,15 +403,14 @@ def test_a_data_set_with_a_parameter_that_is_now_a_credential_is_read_but_not_re
 ) -> None:
     """Earlier versions stored `sas=...`; the images of its list now have other paths."""
     lines = [f"http://{server.host}/open/{name}?sas={number}" for number, name in enumerate(names(folder))]
-    where, out = folder.parent / "list.csv", tmp_path / "out"
-    where.write_text("\n".join(["path", *lines]) + "\n")
+    (where := folder.parent / "list.csv").write_text("\n".join(["path", *lines]) + "\n")
+    command = ("embed", where, "-o", tmp_path / "out", *SMALL)
     with monkeypatch.context() as earlier:
         earlier.setattr("extract.credentials._CREDENTIALS", {"token"})
-        run("embed", where, "-o", out, *SMALL)
-    with FeatureReader(out) as reader:
+        run(*command)
+    with FeatureReader(tmp_path / "out") as reader:
         assert reader.paths == sorted(lines)
-    message = run("embed", where, "-o", out, *SMALL, code=2)
-    assert "names of the images (images.paths_xxh3)" in message
+    assert "names of the images (images.paths_xxh3)" in run(*command, code=2)
 
 
 def test_labels_for_urls_are_found_with_other_signatures(folder: Path, tmp_path: Path, server: type[WebServer]) -> None:

@@ -34,14 +34,10 @@ LONG_MESSAGES = {
 FILES = {
     "names.csv": "file,label\nant/0.png,ant\n",
     "photos/twice.csv": "path\nant/0.png\n./ant//0.png\n",
-    "photos/split.csv": "path,split\nant/0.png,dev\n",
     "photos.yaml": "images: photos\n",
     "key.yaml": "images: photos\nbacbone: timm/test_resnet\n",
-    "type.yaml": "images: photos\nbatch_size: many\n",
-    "broken.yaml": "images: photos\nbatch_size: [3\nworkers: 2\n",
     "notes/a.txt": "x",
     "notes/b.docx": "x",
-    "photos.tar.gz": "x",
 }
 
 
@@ -49,7 +45,7 @@ FILES = {
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with all that the commands name, and two data sets."""
     root = tmp_path_factory.mktemp("mistakes")
-    for folder in ("photos/ant", "photos/bee", "flat", "empty", "notes", "tars", "outputs", "my photos", "exported"):
+    for folder in ("photos/ant", "photos/bee", "flat", "notes", "tars", "outputs", "my photos", "exported"):
         (root / folder).mkdir(parents=True)
     for number in range(4):
         make_picture(number, 24, 18).save(root / "photos" / ["ant", "bee"][number % 2] / f"{number}.png")
@@ -57,8 +53,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_picture(number, 24, 18).save(root / "flat" / f"{number}.png")
     for name, content in FILES.items():
         (root / name).write_text(content)
-    for name in ("twice.csv", "split.csv"):
-        (root / "photos" / name).rename(root / name)
+    (root / "photos" / "twice.csv").rename(root / "twice.csv")
     with tarfile.open(root / "tars" / "a.tar", "w") as tar:
         tar.add(root / "photos" / "ant" / "0.png", "0.png")
     with h5py.File(root / "floats.h5", "w") as file:

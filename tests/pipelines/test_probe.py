@@ -223,13 +223,16 @@ def test_labels_of_a_file_may_be_several_or_numbers_and_have_splits(made, paths,
     assert "is not a number" in fails("probe", made / "out", "-p", "ridge", "--labels", f"{file}:tags")
 
 
-def test_classes_that_differ_by_case_or_spaces_are_named(made, paths, tmp_path):
-    names = ["ant" if "ant" in path else "bee" if "bee" in path else "red cat" for path in paths]
-    names[0], names[1], names[-1] = "Ant", "ANT", "Red  cat"
-    file = labels_file(tmp_path / "labels.csv", ["path", "label"], *zip(paths, names, strict=True))
+def test_classes_that_differ_by_case_or_spaces_or_that_training_lacks_are_told(made, paths, tmp_path):
+    names = {path: "ant" if "ant" in path else "bee" if "bee" in path else "red cat" for path in paths}
+    names |= {paths[-1]: "Red  cat", "train/ant/00.png": "Ant", "train/ant/01.png": "ANT"}
+    names |= {"test/ant/00.png": "zebra", "test/ant/01.png": "yak"}
+    file = labels_file(tmp_path / "labels.csv", ["path", "label"], *map(list, names.items()))
     told = quickly_probed(made / "out", tmp_path / "res", "--labels", file)
-    for names in ("'ANT' and 'Ant' and 'ant'", "'Red  cat' and 'red cat'"):
-        assert f"the classes {names} differ only by case or spaces; if they mean the same, give them one" in told
+    for alike in ("'ANT' and 'Ant' and 'ant'", "'Red  cat' and 'red cat'"):
+        assert f"the classes {alike} differ only by case or spaces; if they mean the same, give them one" in told
+    assert "2 test rows have a class that no training row has" in told  # and keep their names
+    assert all(names[one["path"]] == one["label"] for one in table(tmp_path / "res/predictions.csv"))
     assert "differ only by case" not in quickly_probed(made / "out", tmp_path / "res")
 
 
@@ -361,15 +364,6 @@ def test_only_files_of_the_same_kind_are_written_over(made, kept, tmp_path):
     assert (tmp_path / "link.csv").is_symlink()
 
 
-def test_classes_that_training_lacks_keep_their_names(made, paths, tmp_path):
-    names = {path: "zebra" if "test/ant/00" in path else "yak" if "test/ant/01" in path else path.split("/")[1]
-             for path in paths}  # fmt: skip
-    file = labels_file(tmp_path / "labels.csv", ["path", "label"], *map(list, names.items()))
-    told = quickly_probed(made / "out", tmp_path / "res", "--labels", file)
-    assert "2 test rows have a class that no training row has" in told
-    assert all(names[one["path"]] == one["label"] for one in table(tmp_path / "res/predictions.csv"))
-
-
 @pytest.mark.usefixtures("figures")
 def test_names_that_are_formulas_elsewhere_are_drawn_as_they_are(tmp_path):
     write_pictures(tmp_path / "pictures", {"": 6})
@@ -380,12 +374,6 @@ def test_names_that_are_formulas_elsewhere_are_drawn_as_they_are(tmp_path):
 
 
 # what is wrong is said
-
-
-def test_wrong_flags_are_explained(made, tmp_path):
-    of = ("probe", made / "out", "-o", tmp_path / "res")
-    assert "--save keeps the probe of one layer, and there are 3" in fails(*of, "--save", "x.safetensors")
-    assert "device 'cuda:7' cannot be used" in fails(*of, "--device", "cuda:7", code=1)
 
 
 def test_a_config_file_has_the_words_of_the_flags(made, tmp_path):
@@ -478,24 +466,17 @@ def test_images_that_fail_have_a_line_without_a_class(made, kept, tmp_path):
 
 
 @pytest.mark.slow
-def test_poolings_stored_side_by_side_are_found_again_by_what_they_are(made, tmp_path):
-    layertap("embed", made / "pictures", "-o", tmp_path / "two", *SMALL, "-l", "layer4", "-l", "layer4:max_map")
-    layertap("embed", made / "pictures", "-o", tmp_path / "one", *SMALL, "-l", "layer4:max_map")
-    file = tmp_path / "probe.safetensors"
-    layertap("probe", tmp_path / "two", "-l", "layer4:max_map", "-o", tmp_path / "res", "--save", file)
-    for given, name in ((made / "pictures", "a"), (tmp_path / "two", "b"), (tmp_path / "one", "c")):
-        succeeds("predict", file, given, "-o", tmp_path / f"{name}.csv")
-    assert predictions(tmp_path / "a.csv") == predictions(tmp_path / "b.csv") == predictions(tmp_path / "c.csv")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layers", ["layer1+lay*4", "embedding"])
-def test_a_probe_of_two_layers_side_by_side_and_of_the_embedding_predicts(made, tmp_path, layers):
-    file = tmp_path / "probe.safetensors"
-    succeeds("probe", made / "out", "-l", layers, "-o", tmp_path / "res", "--save", file)
-    layertap("predict", file, made / "out", "-o", tmp_path / "a.csv")
-    layertap("predict", file, made / "pictures", "-o", tmp_path / "b.csv")
-    assert predictions(tmp_path / "a.csv") == predictions(tmp_path / "b.csv")
+def test_probes_of_the_embedding_of_a_pooling_and_of_two_layers_predict_of_pictures_and_stored_features(made, tmp_path):
+    two, one, file = tmp_path / "two", tmp_path / "one", tmp_path / "probe.safetensors"
+    layertap("embed", made / "pictures", "-o", two, *SMALL, "-l", "layer4", "-l", "layer4:max_map")
+    layertap("embed", made / "pictures", "-o", one, *SMALL, "-l", "layer4:max_map")
+    for layers, *data_sets in (
+        ("layer1+lay*4", made / "out"), ("embedding", made / "out"), ("layer4:max_map", two, one),
+    ):  # fmt: skip
+        succeeds("probe", data_sets[0], "-l", layers, "-o", tmp_path / "res", "--save", file)
+        for number, given in enumerate((made / "pictures", *data_sets)):
+            succeeds("predict", file, given, "-o", tmp_path / f"{number}.csv")
+            assert predictions(tmp_path / f"{number}.csv") == predictions(tmp_path / "0.csv"), (layers, given)
 
 
 def test_images_without_any_label_are_no_failures(made, paths, tmp_path):
@@ -521,19 +502,26 @@ def test_a_kept_probe_says_what_it_is_for(made, kept):
         assert file.metadata()["format"] == "layertap probe"
 
 
-def test_what_is_no_data_set_no_probe_or_no_place_is_refused(made, kept, tmp_path):
+def test_what_is_no_data_set_no_probe_no_device_or_no_place_is_refused(made, kept, tmp_path):
+    out, given = made / "out", tmp_path / "given"
     assert "no out given; name OUT" in fails("probe")
     assert "nowhere is not a folder" in fails("probe", tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
-    assert str(tmp_path) in fails("probe", tmp_path)
-    (tmp_path / "dataset.json").write_text("{}")
-    assert str(tmp_path) in fails("probe", tmp_path)
-    error = fails("predict", made / "out" / "dataset.json", made / "out", "-o", tmp_path / "x.csv")
-    assert "cannot be read as a probe" in error
-    assert "`layertap probe --save`" in error
-    assert "no such folder" in fails("predict", kept, made / "out", "-o", tmp_path / "no" / "x.csv")
-    assert "cannot be written to /proc: " in fails("predict", kept, made / "out", "-o", "/proc/x.csv")
-    assert "nowhere" in fails("predict", kept, tmp_path / "nowhere", "-o", tmp_path / "x.csv")
+    given.mkdir()
+    assert str(given) in fails("probe", given)
+    (given / "dataset.json").write_text("{}")
+    assert str(given) in fails("probe", given)
+    of = ("probe", out, "-o", tmp_path / "results")
+    assert "--save keeps the probe of one layer, and there are 3" in fails(*of, "--save", "x.safetensors")
+    assert "device 'cuda:7' cannot be used" in fails(*of, "--device", "cuda:7", code=1)
+    for probe, images, to, why in (
+        (out / "dataset.json", out, tmp_path / "x.csv", "cannot be read as a probe"),
+        (out / "dataset.json", out, tmp_path / "x.csv", "`layertap probe --save`"),
+        (kept, out, tmp_path / "no" / "x.csv", "no such folder"),
+        (kept, out, "/proc/x.csv", "cannot be written to /proc: "),
+        (kept, tmp_path / "nowhere", tmp_path / "x.csv", "nowhere"),
+    ):
+        assert why in fails("predict", probe, images, "-o", to)
 
 
 # --similarity: layers against each other, without labels

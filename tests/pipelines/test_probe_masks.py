@@ -385,19 +385,20 @@ def test_a_table_names_masks_relative_to_its_folder_and_gives_splits(made: Path,
     assert "none.png cannot be read: no such file" in refused(made, "--test-fraction", 0.5, masks=file)
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
+def test_options_that_do_not_fit_and_a_data_set_without_tokens_are_refused(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(made)
+    for options, why in (
         (["--masks", "coco.json"], "COCO files are not read"),
         (["-p", "depth", "--depth", "none"], "no such folder"),
         (["--masks", "masks", "-l", "embedding"], "embedding"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(
-    made: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], why: str
-) -> None:
-    monkeypatch.chdir(made)
-    assert why in fails("probe", "out", "-p", "segmentation", *options)
+    ):
+        assert why in fails("probe", "out", "-p", "segmentation", *options)
+    succeeds("embed", "pictures", "-o", tmp_path / "out", *SMALL, "--limit", 4)
+    message = fails("probe", tmp_path / "out", "-p", "segmentation", "--masks", "masks")
+    assert "has no tokens: " in message
+    assert "LAYER:tokens" in message
 
 
 def test_all_that_was_found_of_depths_is_written(made: Path, saved_depth: Path) -> None:
@@ -432,23 +433,18 @@ def test_depths_that_a_saved_probe_predicts_have_the_metrics_of_the_probe_and_ca
     assert "holds no predicted masks" in fails("predict", saved, made / "out", "-o", tmp_path)
 
 
-BINS = {"depths": [1.0, 2.0, 3.0], "weighting": "softmax", "largest": 3.0}
-
-
-@pytest.mark.parametrize(
-    "described",
-    [
-        BINS | {"weighting": "other"}, BINS | {"weighting": []}, BINS | {"largest": -1.0}, BINS | {"largest": 10**400},
-        BINS | {"depths": [1.0]}, BINS | {"depths": [1.0, 2.0, 1e300]}, BINS | {"depths": [1.0, -2.0, 3.0]},
-        BINS | {"depths": None}, None, [],
-    ],
-)  # fmt: skip
-def test_a_probe_with_wrong_bins_of_depth_is_refused(made: Path, saved: Path, tmp_path: Path, described: Any) -> None:
-    probe = LinearProbe.load(saved)
-    replace(probe, about={**probe.about, "depth": described}).save(tmp_path / "wrong.safetensors")
-    message = fails("predict", tmp_path / "wrong.safetensors", made / "out", "-o", tmp_path / "p")
-    assert "expected the depths of 3 bins" in message
-    assert "Traceback" not in message
+def test_a_probe_with_wrong_bins_of_depth_is_refused(made: Path, saved: Path, tmp_path: Path) -> None:
+    probe, bins = LinearProbe.load(saved), {"depths": [1.0, 2.0, 3.0], "weighting": "softmax", "largest": 3.0}
+    for described in (
+        *(bins | {"weighting": wrong} for wrong in ("other", [])),
+        *(bins | {"largest": wrong} for wrong in (-1.0, 10**400)),
+        *(bins | {"depths": wrong} for wrong in ([1.0], [1.0, 2.0, 1e300], [1.0, -2.0, 3.0], None)),
+        None,
+        [],
+    ):
+        replace(probe, about={**probe.about, "depth": described}).save(tmp_path / "wrong.safetensors")
+        message = fails("predict", tmp_path / "wrong.safetensors", made / "out", "-o", tmp_path / "p")
+        assert "expected the depths of 3 bins" in message, described
 
 
 def test_depths_that_hardly_differ_can_be_saved_and_predicted(made: Path, tmp_path: Path) -> None:
@@ -468,10 +464,3 @@ def test_larger_depths_are_left_out_and_wrong_files_refused(made: Path, saved_de
     save(depth / f"{FIRST}.png", np.ones((64, 40), np.uint16))
     message = fails("probe", made / "out", "-p", "depth", "--depth", depth)
     assert f"{FIRST}.png has 40 x 64 pixels" in message
-
-
-def test_a_data_set_without_tokens_is_refused(made: Path, tmp_path: Path) -> None:
-    succeeds("embed", made / "pictures", "-o", tmp_path / "out", *SMALL, "--limit", 4)
-    message = fails("probe", tmp_path / "out", "-p", "segmentation", "--masks", made / "masks")
-    assert "has no tokens: " in message
-    assert "LAYER:tokens" in message

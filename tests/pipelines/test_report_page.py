@@ -16,9 +16,9 @@ from PIL import Image
 
 from tests.conftest import make_picture
 from tests.pipelines.test_cli import SMALL, succeeds
-from tests.pipelines.test_report import CLASSES, IMAGE_NAME, Page, hostile, of_every_kind, report
+from tests.pipelines.test_report import CLASSES, IMAGE_NAME, Page, hostile, hostile_page, of_every_kind, report
 
-__all__ = ["hostile"]  # a fixture
+__all__ = ["hostile", "hostile_page"]  # fixtures
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +75,6 @@ def point_alone(content: dict[str, Any]) -> int:
     """The point of the map that is farthest from any other."""
     x, y = np.array(content["map"]["ways"][0]["x"]), np.array(content["map"]["ways"][0]["y"])
     return int(np.argmax(np.sort(np.hypot(x - x[:, None], y - y[:, None]), 1)[:, 1]))
-
-
-@pytest.fixture(scope="module")
-def hostile_page(hostile: Path) -> Page:
-    return report(hostile, "-o", hostile.parent / "page.html")
 
 
 @pytest.fixture(scope="module")

@@ -316,17 +316,14 @@ def test_a_failure_calls_the_commands_of_on_failure_and_a_lock_does_not(
     assert (tmp_path / "failed").exists() == is_failure
 
 
-def test_a_pass_that_cannot_be_started_is_a_failure(tmp_path: Path, messages: list[str]) -> None:
+def test_a_pass_that_cannot_be_started_is_a_failure_and_a_command_of_on_failure_that_hangs_is_killed(
+    tmp_path: Path, messages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner = runner_of(tmp_path, "", on_failure=f"cat > {tmp_path}/failed")
     runner._command = [str(tmp_path / "nothing")]
     runner.run()
     assert json.loads((tmp_path / "failed").read_text())["exit_code"] == 1
     assert messages[-2].startswith("ERROR the pass cannot be started: [Errno 2]")
-
-
-def test_a_command_of_on_failure_that_hangs_is_killed(
-    tmp_path: Path, messages: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr("pipelines.sync.schedule._COMMAND_S", 0.2)
     runner_of(tmp_path, "raise SystemExit(1)", on_failure="exec sleep 60").run()
     assert messages[-1] == "ERROR command 1 of on_failure failed: TimeoutExpired"
@@ -469,13 +466,6 @@ def test_the_process_makes_passes_one_after_it_slept_logs_them_and_stops_in_orde
     assert text.splitlines()[-1].endswith(" INFO stopped")
 
 
-def test_a_schedule_needs_one(tmp_path: Path) -> None:
-    config = write(tmp_path / "s.yaml", images="x")
-    assert "the key `schedule` is missing" in fails("schedule", config)
-    for system in ("systemd", "cron"):
-        assert "the key `schedule` is missing" in fails("schedule", config, "--print", system)
-
-
 # for other schedulers and monitors
 
 
@@ -511,14 +501,6 @@ def test_systemd_runs_the_schedule_as_this_user(tmp_path: Path) -> None:
     assert shlex.split(start.replace("%%", "%"))[-3:] == ["sync", str(config), "--schedule"]
 
 
-def test_a_name_with_a_line_break_adds_no_line_to_a_unit_or_a_crontab(tmp_path: Path) -> None:
-    config = write(tmp_path / "a\nExecStart=x.yaml", images="x", schedule={"cron": "0 * * * *"})
-    for system in ("systemd", "cron"):
-        result = layertap("schedule", config, "--print", system)
-        assert (result.exit_code, result.stdout) == (2, "")
-        assert "cannot name a file or a folder with a line break" in result.stderr
-
-
 def test_what_cron_runs_is_a_pass(tmp_path: Path) -> None:
     where = {"images": str(tmp_path / "gone"), "out": str(tmp_path / "out")}
     config = write(tmp_path / "50% off.yaml", schedule={"cron": "0 * * * *"}, **where)
@@ -542,8 +524,17 @@ def test_cron_is_given_a_line_that_it_understands(tmp_path: Path) -> None:
     CronSim(" ".join(last.split()[:5]), datetime.now(UTC))
 
 
-def test_what_cron_cannot_do_is_refused(tmp_path: Path) -> None:
-    config = write(tmp_path / "s.yaml", images="x", schedule={"every": "7m"})
-    assert "`cron: '*/15 * * * *'`" in fails("schedule", config, "--print", "cron")
-    config = write(tmp_path / "s.yaml", images="x", schedule={"cron": "0 * * * *", "on_failure": "x"})
-    assert "cron runs a pass, not the commands of on_failure" in fails("schedule", config, "--print", "cron")
+@pytest.mark.parametrize(("name", "schedule", "systems", "why"), [
+    ("s.yaml", None, ("systemd", "cron"), "the key `schedule` is missing"),
+    ("s.yaml", {"every": "7m"}, ("cron",), "`cron: '*/15 * * * *'`"),
+    ("s.yaml", {"cron": "0 * * * *", "on_failure": "x"}, ("cron",), "runs a pass, not the commands of on_failure"),
+    ("a\nExecStart=x.yaml", {"cron": "0 * * * *"}, ("systemd", "cron"), "cannot name a file or a folder with a line"),
+])  # fmt: skip
+def test_what_a_unit_or_a_crontab_cannot_do_is_refused(
+    tmp_path: Path, name: str, schedule: dict[str, str] | None, systems: tuple[str, ...], why: str
+) -> None:
+    config = write(tmp_path / name, images="x", **({"schedule": schedule} if schedule else {}))
+    for system in systems:
+        assert why in fails("schedule", config, "--print", system)
+    if schedule is None:
+        assert why in fails("schedule", config)

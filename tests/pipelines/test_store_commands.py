@@ -110,15 +110,14 @@ def test_compression_is_told_and_shown_and_kept_when_a_row_is_tried_again(
 # verify
 
 
-def test_a_whole_data_set_is_confirmed(embedded: Path) -> None:
+def test_a_whole_data_set_is_confirmed_and_a_changed_row_named_repaired_and_filled_again(
+    embedded: Path, folder: Path
+) -> None:
     result = succeeds("verify", embedded, "--sample", 5)
     assert "out: no faults; rows: 11 ok, 1 decode error" in result.stdout
     assert "5 rows computed again differ by" in result.stdout
     content = json.loads(layertap("verify", embedded, "--json").stdout)
     assert (content["ok"], content["rows"], content["faults"]) == (True, {"ok": 11, "decode error": 1}, [])
-
-
-def test_a_changed_row_is_named_repaired_and_filled_again(embedded: Path, folder: Path) -> None:
     with FeatureReader(embedded) as reader:
         before, path = reader["layer4"][:], reader.paths[8]
     with h5py.File(embedded / "shards" / "000001.h5", "r+") as file:
@@ -239,19 +238,14 @@ def test_an_output_whose_name_is_no_text(folder: Path, tmp_path: Path) -> None:
 # export, merge
 
 
-@pytest.mark.parametrize(
-    ("to", "name"), [("h5", "out.h5"), ("npy", "out-npy"), ("parquet", "out.parquet"), ("mat", "out.mat")]
-)
-def test_export_writes_beside_the_data_set(embedded: Path, to: str, name: str) -> None:
-    assert f"{name}: 12 rows of layer4, layer2" in succeeds("export", embedded, "--to", to).stdout
-    assert embedded.with_name(name).exists()
-    assert "already exists" in fails("export", embedded, "--to", to)
-
-
-def test_nothing_is_exported_of_a_data_set_without_a_shard(embedded: Path) -> None:
+def test_export_writes_beside_the_data_set_and_nothing_of_one_without_a_shard(embedded: Path) -> None:
+    for to, name in (("h5", "out.h5"), ("npy", "out-npy"), ("parquet", "out.parquet"), ("mat", "out.mat")):
+        assert f"{name}: 12 rows of layer4, layer2" in succeeds("export", embedded, "--to", to).stdout
+        assert embedded.with_name(name).exists()
+        assert "already exists" in fails("export", embedded, "--to", to)
     (embedded / "shards" / "000001.h5").unlink()
-    assert "000001.h5 is missing" in fails("export", embedded, "--to", "npy", code=1)
-    assert not embedded.with_name("out-npy").exists()
+    assert "000001.h5 is missing" in fails("export", embedded, "--to", "hf", code=1)
+    assert not embedded.with_name("out-hf").exists()
 
 
 def test_merge_of_two_halves_is_the_whole(made: Path, folder: Path, tmp_path: Path) -> None:
