@@ -1,6 +1,6 @@
 """Which files of the library one image passes, and which a run passes before its first image.
 
-    python -m tests.trace_path [-v]
+    python -m tests.trace_path
 
 The path of one image, from decoding to its row: two runs over different numbers of images are traced, in one process
 and in batches of one image: what `extract_shard` calls, but to open and to publish the file, and what the thread does
@@ -12,7 +12,7 @@ The cold path: a run over a folder of four images, decoded in the process itself
 `extract_features` or of the job of `layertap embed` on. Counted are the functions of `extract`, `pipelines` and
 `layertap` that are called, and the files that they are in, in all threads. Imports are not counted: all modules were
 imported by a run before. The first image is read when its source is asked for its bytes; the files of the whole run are
-counted up to its end. `-v` prints each file with its functions.
+counted up to its end.
 """
 
 from __future__ import annotations
@@ -196,9 +196,6 @@ def main() -> None:
             f"{name}: before the first image {path.calls.total():,} calls of {len(path.calls)} functions in "
             f"{len(path.files_before)} files; in the whole run {len(path.files)} files"
         )
-        for file in sorted(path.files) if "-v" in sys.argv else ():
-            called = [f"{function} ({calls:,})" for (other, function), calls in path.calls.items() if other == file]
-            print(f"    {file}: {', '.join(called) or 'only after the first image'}")
 
 
 if __name__ == "__main__":
