@@ -101,10 +101,6 @@ def needs_an_argument(width: int) -> Any:
     return Net(), transform
 
 
-async def a_coroutine() -> Any:
-    return Net(), transform
-
-
 class OwnError(Exception):
     pass
 
@@ -164,7 +160,6 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "exported_program": (_model(_exported), rf"returned \(ExportedProgram, Compose\); {PAIR}"),
     # Outputs
     "output_none": (_output(_none), f"its output is NoneType, {NO_VECTOR}"),
-    "output_empty_list": (_output(lambda y: []), f"its output is list, {NO_VECTOR}"),
     "output_empty": (_output(lambda y: y[:, :0]), rf"its output is \(2, 0\), {NO_VECTOR}"),
     "output_one_number": (_output(lambda y: y.mean()), rf"its output is \(\), {NO_VECTOR}"),
     "output_sparse": (_output(lambda y: y.to_sparse()), "its output is not a dense tensor with values"),
@@ -187,10 +182,8 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "needs_an_argument": (needs_an_argument, "missing 1 required positional argument: 'width'"),
     "returns_no_pair": (_flat, rf"returned Sequential; {PAIR}"),
     "returns_nothing": (_none, f"returned NoneType; {PAIR}"),
-    "returns_a_list": (lambda: [Net(), transform], "returned list; expected"),
     "returns_in_the_other_order": (lambda: (transform, Net()), r"returned \(Compose, Net\); expected"),
     "returns_no_transform": (lambda: (Net(), None), r"returned \(Net, NoneType\); expected"),
-    "a_coroutine": (a_coroutine, "returned coroutine; expected"),
     "calls_itself": (calls_itself, "RecursionError"),
     "not_callable": (3, "factory 'not_callable' not found"),
     # Transforms

@@ -67,7 +67,9 @@ def test_no_pictures_give_no_rows(backbone: Backbone) -> None:
     assert {name: len(values) for name, values in found.items()} == {"layer1": 0, "layer2": 0, "embedding": 0}
 
 
-def test_what_is_no_picture_is_refused(backbone: Backbone) -> None:
+def test_what_is_no_picture_and_no_layer_is_refused(backbone: Backbone, tmp_path: Path) -> None:
+    make_picture(0, 200, 200).save(tmp_path / "a.jpg")
+    (tmp_path / "b.jpg").write_bytes((tmp_path / "a.jpg").read_bytes()[:2000])
     refused: list[tuple[Any, str]] = [
         (np.zeros((8, 8, 3)), r"picture 0 is an array of float64; .*; pictures = .pictures \* 255..round"),
         (np.zeros((8, 8, 5), "u1"), r"picture 0 is an array of shape \(8, 8, 5\)"),
@@ -77,30 +79,21 @@ def test_what_is_no_picture_is_refused(backbone: Backbone) -> None:
         (torch.full((3, 8, 8), 0.3333), "picture 0 is a tensor of torch.float32 that is not an 8-bit picture"),
         ([make_picture(0), "cat.jpg"], "picture 1 is a str; expected a PIL picture"),
         (Image.fromarray(np.zeros((8, 8), "float32")), "picture 0: 32-bit pixels have no known range"),
+        ([Image.open(tmp_path / name) for name in ("a.jpg", "b.jpg")], "picture 1: .*truncated"),
     ]
     for given, message in refused:
         with pytest.raises(InputError, match=message):
             backbone.features(given, "layer1")
+    with pytest.raises(UnknownNameError, match="'layer9' not found"):
+        backbone.features([make_picture(0)], "layer9")
+    with pytest.raises(InputError, match="batch_size is 0"):
+        backbone.features([make_picture(0)], "layer1", batch_size=0)
 
 
 def test_a_module_of_ones_own_is_refused_with_the_way_to_pass_it(folder: Path, tmp_path: Path) -> None:
     for given in (torch.nn.Flatten(), (torch.nn.Flatten(), None)):
         with pytest.raises(InputError, match="expected a spec, or what load_backbone returns; .*python/FILE.py"):
             extract_features(folder, out=tmp_path / "out", backbone=given)  # type: ignore[arg-type]
-
-
-def test_a_truncated_file_is_named(backbone: Backbone, tmp_path: Path) -> None:
-    make_picture(0, 200, 200).save(tmp_path / "a.jpg")
-    (tmp_path / "b.jpg").write_bytes((tmp_path / "a.jpg").read_bytes()[:2000])
-    with pytest.raises(InputError, match="picture 1: .*truncated"):
-        backbone.features([Image.open(tmp_path / "a.jpg"), Image.open(tmp_path / "b.jpg")], "layer1")
-
-
-def test_unknown_layers_and_batches_of_nothing(backbone: Backbone) -> None:
-    with pytest.raises(UnknownNameError, match="'layer9' not found"):
-        backbone.features([make_picture(0)], "layer9")
-    with pytest.raises(InputError, match="batch_size is 0"):
-        backbone.features([make_picture(0)], "layer1", batch_size=0)
 
 
 def test_the_model_is_left_as_it_was(backbone: Backbone) -> None:

@@ -92,11 +92,7 @@ def test_a_run_has_the_rows_of_the_others_and_goes_on_with_the_same_images_only(
         ("a.csv", "path,keep\n", "a.csv has no rows; expected paths of images to leave out"),
         ("a.json", "", "a.json has no rows; expected paths of images to leave out"),
         ("a.json", '["ant/00.png"]', "a.json is damaged: 'rows'[0] is \"ant/00.png\", expected an object"),
-        (
-            "a.txt",
-            "ant\\00.png\n",
-            "names no image: its first path is 'ant\\\\00.png', expected a path such as 'ant/00",
-        ),
+        ("a.txt", "ant\\00.png\n", "its first path is 'ant\\\\00.png', expected a path such as 'ant/00"),
         ("a.txt", "/ant/00.png\n", "names no image: its first path is '/ant/00.png', expected a path such as 'ant/00"),
         ("a.csv", "path,keep\nant/00.png,JA\n", "a.csv: line 2: keep is 'JA'; expected true, false or no value"),
         ("a.csv", "path,keep\n,true\n", "a.csv: line 2: the path is ''; expected text"),
