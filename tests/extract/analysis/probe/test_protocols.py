@@ -341,6 +341,7 @@ def test_classes_are_of_any_kind_and_unknown_ones_count_as_wrong(data):
     [
         ({"protocol": "svm"}, "protocol 'svm' not found"),
         ({"scaling": "minmax"}, "scaling 'minmax' not found"),
+        ({"class_weight": "auto"}, "class_weight 'auto' not found"),
         ({"class_weight": "balanced", "protocol": "knn"}, "class weights need logistic regression"),
         ({"y_train": np.zeros(400, int)}, "at least two"),
         ({"x_val": np.zeros((5, 20)), "y_val": np.zeros(0, int)}, "x_val has 5 rows, but y_val has 0"),
@@ -353,6 +354,7 @@ def test_classes_are_of_any_kind_and_unknown_ones_count_as_wrong(data):
         ({"y_train": np.full(400, np.nan)}, "a target is NaN"),
         ({"y_train": np.array([None, "a"] * 200)}, "targets have several types"),
         ({"seed": -1}, "seed is -1"),
+        ({"protocol": None}, "protocol 'None' not found"),
         ({"x_train": np.ones((400, 24), complex)}, "expected real numbers"),
         ({"x_train": np.ones((0, 24)), "y_train": []}, "0 training rows"),
         ({"x_train": np.ones((400, 0), np.float32)}, "have no values"),
