@@ -444,9 +444,9 @@ def test_the_process_makes_passes_one_after_it_slept_logs_them_and_stops_in_orde
         process = subprocess.Popen([sys.executable, "-m", "layertap", "schedule", str(config)], stderr=file)
     try:
         until(lambda: len(runs_of(out)) >= 2)  # the second is quick
-        count = len(runs_of(out))
-        time.sleep(0.7)  # the pass ends
         process.send_signal(signal.SIGSTOP)
+        time.sleep(2)  # a pass that has begun ends
+        count = len(runs_of(out))
         time.sleep(4.5)  # two are due
         assert len(runs_of(out)) == count
         process.send_signal(signal.SIGCONT)
