@@ -137,7 +137,8 @@ def test_a_pooling_is_computed_stored_and_named_in_errors(
     assert f"neither a pooling (auto, {', '.join(POOLINGS)}) nor" in said
     assert list(POOLINGS)[-1] == "spread"
     said = fails("embed", folder, "-o", tmp_path / "other", *NET, "-l", "conv1:mean_tokens")
-    assert "use mean_map, max_map, std_map, meanstd, gem[P], tokens, gridG or spread" in said
+    assert "use mean_map, max_map, " in said
+    assert " or spread" in said
 
 
 def test_a_pooling_of_all_layouts_may_keep_their_axes_and_another_have_numbers_in_its_name(

@@ -1,7 +1,7 @@
 """Are these the features of this model and these images? If not, why: `layertap.check`.
 
 Rows are computed again and compared, by the code of `verify --sample`. Where they differ, causes are tried in a fixed
-order (`cause_search.py`), and named only if the rows agree with them, never by likeness alone:
+order (`causes.py`), and named only if the rows agree with them, never by likeness alone:
 
     1. length   rows scaled to length 1
     2. order    each computed row is searched among all stored rows; the places tell a shift or another order
@@ -49,6 +49,7 @@ from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.value_types import ROUNDING
 from extract.store.reader import FeatureReader
+from extract.system.optional_libraries import library
 from extract.system.similar_paths import did_you_mean
 
 __all__ = ["Cause", "Check", "check"]
@@ -108,7 +109,7 @@ def check(
         check(array, model=net, transform=transform, images=paths, layer="layer4")
 
     Args:
-        features: a data set; a `.npy` file or `FILE.h5:NAME`; or an array (N, *shape).
+        features: a data set; a `.npy` file, `FILE.h5:NAME` or `FILE.parquet:COLUMN`; or an array (N, *shape).
         model: a module, a backbone or its spec; None: the recorded backbone of the data set.
         transform: picture -> (3, H, W) float32; None: the preprocessing of the backbone. A module needs one.
         images: images of the rows, in their order: a folder, a list (`.csv`, `.parquet`, or text with a path a line) or
@@ -161,15 +162,41 @@ def _stored(features: Any, layer: str | None, opened: contextlib.ExitStack) -> _
         return _Stored(str(features), reader[layer], layer, reader=reader)
     name, values, written_ns = "the array", np.asarray(features), np.inf
     if isinstance(features, str | os.PathLike):
-        name, (path, array) = os.fspath(features), split_name(os.fspath(features))
+        name, (path, array) = os.fspath(features), split_name(os.fspath(features), (*SUFFIXES, ".parquet"))
         if not Path(path).is_file():
             raise InputError(f"{path}: no such file or data set", hint=did_you_mean(path))
-        if not path.lower().endswith((".npy", *SUFFIXES)):
-            raise InputError(f"{path}: expected a data set, .npy or .h5", hint="in Python, pass the array")
-        values, written_ns = open_array(path, array), Path(path).stat().st_mtime_ns
+        if not path.lower().endswith((".npy", ".parquet", *SUFFIXES)):
+            raise InputError(f"{path}: expected a data set, .npy, .h5 or .parquet", hint="in Python, pass the array")
+        opening = _parquet_column if path.lower().endswith(".parquet") else open_array
+        values, written_ns = opening(path, array), Path(path).stat().st_mtime_ns
     if values.ndim < 2 or values.dtype.kind not in "fiu" or not values.size:
         raise InputError(f"{name} is {values.dtype} {values.shape}; expected numbers (N, ...), a row for each image")
     return _Stored(name, values, layer, written_ns)
+
+
+def _parquet_column(path: str, name: str) -> NDArray[Any]:
+    """Return the lists of numbers of a column, (N, D), read into memory.
+
+    Raises:
+        InputError: the file cannot be read or has no such column, or its lists have several lengths or empty values.
+    """
+    pa, parquet, compute = (
+        library(f"pyarrow{module}", "parquet", f"{path}: Parquet") for module in ("", ".parquet", ".compute")
+    )
+    try:
+        file = parquet.ParquetFile(path)
+        if name not in file.schema_arrow.names:
+            raise InputError(f"{path} has no column {name!r}; it has {', '.join(file.schema_arrow.names)}",
+                             hint=f"name it: {path}:COLUMN")  # fmt: skip
+        rows = file.read(columns=[name])[name].combine_chunks()
+        lengths = compute.list_value_length(rows)
+        is_regular = len(rows) and len(lengths.unique()) == 1 and not rows.null_count + rows.flatten().null_count
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{path} cannot be read: {first_line(error)}") from error
+    if not is_regular:
+        raise InputError(f"{path}: the rows of {name} are not all of one length, without empty values")
+    values: NDArray[Any] = rows.flatten().to_numpy(zero_copy_only=False).reshape(len(rows), -1)
+    return values
 
 
 def _images(stored: _Stored, images: Any) -> Images:

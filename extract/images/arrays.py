@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -74,9 +75,9 @@ class ArrayRows(PixelRows):
             raise LayertapError(f"{self._path} is missing. Stored rows are safe", hint="run again when it is available")
 
 
-def split_name(where: str) -> tuple[str, str]:
+def split_name(where: str, suffixes: Sequence[str] = SUFFIXES) -> tuple[str, str]:
     """Split `FILE.h5:NAME` into file and data set; the name is "" if not given."""
-    for suffix in SUFFIXES:
+    for suffix in suffixes:
         head, separator, name = where.rpartition(f"{suffix}:")
         if separator and not Path(where).exists():
             return head + suffix, name

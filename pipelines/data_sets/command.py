@@ -233,8 +233,8 @@ def check(ctx: click.Context, /, features: Path, backbone: str | None, as_json: 
           **settings: Any) -> None:  # fmt: skip
     """Compute rows of FEATURES again, and say why they differ, if they do; exit with 1 then.
 
-    FEATURES is a data set, or FILE.npy or FILE.h5:NAME of another program. The preprocessing, precision or order
-    that fits is named, or the answer is that none does.
+    FEATURES is a data set, or FILE.npy, FILE.h5:NAME or FILE.parquet:COLUMN of another program. The preprocessing,
+    precision or order that fits is named, or the answer is that none does.
 
     \b
     layertap check outputs/photos

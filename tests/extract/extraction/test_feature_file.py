@@ -8,7 +8,9 @@ from typing import Any
 
 import h5py
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from extract import InputError
 from extract.extraction.check import _stored
@@ -49,11 +51,25 @@ def test_data_in_other_files_are_not_read(tmp_path: Path) -> None:
             opened(tmp_path / f"{name}.h5", "x")
 
 
-@pytest.mark.parametrize("name", ["damaged.npy", "damaged.h5"])
+def test_a_column_of_parquet_is_named_and_has_rows_of_one_length(tmp_path: Path) -> None:
+    kinds = {"x": list(VALUES), "path": ["a", "b", "c"],
+             "ragged": [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0, 8.0], [1.0] * 4], "empty": [[1.0, 2.0], None, [1.0, 2.0]],
+             "null": [[1.0], [None], [2.0]]}  # fmt: skip
+    parquet.write_table(pa.table(kinds), tmp_path / "a.parquet")
+    assert np.array_equal(opened(tmp_path / "a.parquet", "x"), VALUES)
+    for name in ("ragged", "empty", "null"):  # three and five are as many values as two rows of four
+        with pytest.raises(InputError, match=f"the rows of {name} are not all of one length, without empty values"):
+            opened(tmp_path / "a.parquet", name)
+    for name, expected in (("", "no column ''; it has x, path"), ("path", "cannot be read")):
+        with pytest.raises(InputError, match=f"a.parquet.*{expected}"):
+            opened(tmp_path / "a.parquet", name)
+
+
+@pytest.mark.parametrize("name", ["damaged.npy", "damaged.h5", "damaged.parquet"])
 def test_a_damaged_file_is_named_without_advice_to_unpickle_it(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(bytes(range(256)))
     with pytest.raises(InputError, match=f"{name} cannot be") as caught:
-        opened(tmp_path / name, "x" if name.endswith("h5") else "")
+        opened(tmp_path / name, "" if name.endswith("npy") else "x")
     assert "pickle" not in str(caught.value)
 
 
