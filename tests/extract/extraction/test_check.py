@@ -335,7 +335,7 @@ def test_what_cannot_be_compared_is_refused_in_one_line(paths: list[Path], tmp_p
     for features, changed, expected in (
         (tmp_path / "none.npy", {}, "none.npy: no such file"),
         (tmp_path / "damaged.npy", {}, "damaged.npy cannot be read"),
-        (tmp_path / "two.txt", {}, "expected a data set, .npy or .h5; in Python, pass the array"),
+        (tmp_path / "two.txt", {}, "expected a data set, .npy, .h5 or .parquet; in Python, pass the array"),
         (tmp_path / "two.h5", {}, "no data set ''; it has .*two.h5:a, .*two.h5:b"),
         (right[0], {}, r"expected numbers \(N, ...\)"),
         (
