@@ -47,6 +47,10 @@ SET_UP = ("pip install -e '.[demo]' && layertap demo", "pip install -e '.[test]'
 # Examples that are not run here: the page, the first words of the example (all examples: ""), and the reason.
 NOT_RUN = {
     ("docs/file-format.md", ""): "tests/pipelines/test_golden.py runs it on data sets of each format version",
+    (
+        "docs/guides/hooks.md",
+        'x = torch.randn(6, 4)\nwith torch.no_grad(), Taps(net, "0").compile',
+    ): "test_graphs.py runs it",
     ("docs/guides/other-tools.md", "import lance"): "test_export.py of the store runs it in its own process",
     ("docs/guides/search-and-report.md", "from layertap import load_text_tower"): "needs weights from a server",
 }

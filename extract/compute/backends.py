@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import ExportedProgram
 
 from extract import defaults
@@ -48,7 +48,7 @@ from extract.system.torch_state import (
     tensor_float32,
 )
 from extract.taps.capture import copy_out
-from extract.taps.record import Reduce, Site
+from extract.taps.graphs import copy_in_graph, export
 from extract.taps.taps import taps_of
 
 __all__ = [
@@ -384,32 +384,14 @@ def graph_of(backbone: LoadedBackbone, choice: Choice, precision: str, images: T
         Exception: of any type, if the code of the model cannot be exported.
     """
     backbone.preprocessing.to_input(images[:1])  # creates its cached constants, as tensors with values
-    with torch.no_grad():
-        return torch.export.export(_Features(backbone, choice, precision), (images,), strict=False)
+    lower = lower_precision(precision, backbone.device)
 
-
-class _Features(nn.Module):
-    """Module that returns the features."""
-
-    def __init__(self, backbone: LoadedBackbone, choice: Choice, precision: str):
-        super().__init__()
-        self.model = backbone.model
-        self._to_input: Callable[[Tensor], Tensor] = backbone.preprocessing.to_input
-        self._choice = choice
-        self._lower = lower_precision(precision, backbone.device)
-
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Return the features of a batch."""
+    def features(images: Tensor) -> tuple[Tensor, ...]:
         # The export itself is the call of the model.
-        taps = taps_of(self.model, copy_out=_traced_copy, has_other_callers=False)
-        with self._lower, self._choice.kept_by(taps, torch.float32) as taps:
-            taps(self._to_input(images))
-            return tuple(taps.record[feature.site][feature.name] for feature in self._choice.features)
+        taps = taps_of(backbone.model, copy_out=copy_in_graph, has_other_callers=False)
+        with lower, choice.kept_by(taps, torch.float32) as taps:
+            taps(backbone.preprocessing.to_input(images))
+            return tuple(taps.record[feature.site][feature.name] for feature in choice.features)
 
-
-def _traced_copy(tensor: Tensor, reduce: Reduce | None, site: Site) -> dict[str, Tensor]:
-    """Reduce a tensor, and copy the results on their device."""
-    assert reduce is not None
-    # Two features may be one tensor, and OpenVINO refuses a graph with one tensor as two outputs: `movedim` makes
-    # another of the same values. Copies, because the model may write into the tensor later.
-    return {name: part.movedim(0, 0).clone() for name, part in reduce(tensor.detach()).items()}
+    with torch.no_grad():
+        return export(backbone.model, features, (images,))

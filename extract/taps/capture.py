@@ -362,7 +362,7 @@ class Capture:
     def _enter(self, point: Point, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         if not self.scope.is_in_our_thread():
             return self.scope.pass_over(module, self.forward)
-        point.calls.append(self._call(module))
+        point.calls.append(self._call(point.module))
         return self._pass_arguments(point, point.on_enter, module, args, kwargs) if point.on_enter else None
 
     def _pass_arguments(self, point: Point, steps: list[Step], module: nn.Module, args: Any, kwargs: Any = None) -> Any:
@@ -378,7 +378,7 @@ class Capture:
         if not self.scope.is_in_our_thread():
             return None if point.is_counted_on_entry else self.scope.pass_over(module, self.forward)
         if not point.is_counted_on_entry:
-            call = self._call(module)
+            call = self._call(point.module)
         elif point.calls:
             call = point.calls.pop() if is_last else point.calls[-1]
         else:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from extract.errors import InputError
 
-__all__ = ["Path", "is_several", "map_tensors", "tensors_in", "unread"]
+__all__ = ["Path", "is_several", "map_tensors", "parts_of", "tensors_in", "unread"]
 
 Path = tuple[str | int, ...]
 _MANY = 16
@@ -36,7 +36,7 @@ def tensors_in(value: Any, within: tuple[str, ...] = (), path: Path = ()) -> Ite
         if not within:
             yield path, value
         return
-    for key, part in _parts(value):
+    for key, part in parts_of(value):
         if not within or str(key) == within[0]:
             yield from tensors_in(part, within[1:], (*path, key))
 
@@ -45,7 +45,7 @@ def unread(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield (path, object) for sets, deques and objects with floating-point tensors which `tensors_in` leaves out."""
     if isinstance(value, Tensor | nn.Module | type):
         return
-    for key, part in (parts := _parts(value)):
+    for key, part in (parts := parts_of(value)):
         yield from unread(part, (*path, key))
     if not parts:
         attributes = vars(value).values() if type(value).__dictoffset__ else ()
@@ -58,7 +58,7 @@ def map_tensors(value: Any, function: Callable[[Path, Tensor], Tensor], path: Pa
     """Return the value with every tensor replaced by `function(path, tensor)`; the same object if nothing changed."""
     if isinstance(value, Tensor):
         return function(path, value)
-    parts = value.items() if type(value) is dict else _parts(value)
+    parts = value.items() if type(value) is dict else parts_of(value)
     mapped = {key: map_tensors(part, function, (*path, key)) for key, part in parts}
     for key, part in parts:
         if mapped[key] is not part:
@@ -66,7 +66,8 @@ def map_tensors(value: Any, function: Callable[[Path, Tensor], Tensor], path: Pa
     return value
 
 
-def _parts(value: Any) -> list[tuple[str | int, Any]]:
+def parts_of(value: Any) -> list[tuple[str | int, Any]]:
+    """Return (key, part) for the parts of a tuple, list, mapping or dataclass; none of a long list of numbers."""
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, tuple | list):

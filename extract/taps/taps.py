@@ -39,6 +39,7 @@ from extract.taps.capture import Capture, CopyOut, copy_out
 from extract.taps.edits import Edit
 from extract.taps.function_calls import FunctionCalls
 from extract.taps.functions import unwatched
+from extract.taps.graphs import Graphs, copy_in_graph
 from extract.taps.layer_names import match_layers, named_layers, named_parameters, unwrap
 from extract.taps.record import Record, Reduce, Requested, Site, What, split_text
 from extract.taps.scope import OTHER_THREAD, TRACED
@@ -103,6 +104,7 @@ class Taps:
         self._to_keep: Counter[tuple[str, What]] = Counter()  # with `stop`: see `Capture`
         self._capture: Capture | None = None  # the open block, or the last one
         self._edited: set[int] = set()  # id of each request whose edit was applied in this block
+        self._graphs: Graphs | None = None  # where calls run compiled
         self._undo = contextlib.ExitStack()
         if layers != ():
             self.keep(layers, reduce=reduce)
@@ -194,10 +196,64 @@ class Taps:
         self._requests += requests.values()
         return self
 
+    def compile(
+        self, *, backend: str | Callable[..., Any] = "inductor", mode: str | None = None, options: Any = None
+    ) -> Self:
+        """Compile the model with its taps into one graph, which `taps(...)` runs.
+
+        The first call captures a graph (`torch.export`) whose outputs are the output of the model and the values that
+        are kept, and compiles it with `fullgraph=True`. Records are those of eager `Taps`, but for rounding. Another
+        graph is made for arguments of other shapes, strides or types, and where layers, parameters, numbers or texts
+        that are attributes of the model, its mode, gradients or autocast have changed. What lists and other objects
+        hold that are attributes is read once. `model(...)` runs eagerly.
+
+        The graph can be trained: gradients reach parameters, arguments, and layers before a value that is kept `live`.
+        The output of the model does not depend on such a value for `torch.autograd.grad`. Dropout draws other numbers
+        than an eager forward.
+
+        Args:
+            backend: of `torch.compile`, as the others.
+            mode: such as "reduce-overhead", which uses CUDA graphs.
+            options: a dict, for the backend.
+
+        Raises:
+            InputError: the model is in a wrapper that does more than to call it. At a call: an edit is requested, or
+                the gradient of a layer; a layer has hooks of others; an argument or the output holds an object other
+                than tensors, numbers and texts; or the forward is to stop in training mode.
+            LayertapError: at a call; the model cannot be captured or compiled as one graph.
+        """
+        if any(isinstance(m, nn.DataParallel | nn.parallel.DistributedDataParallel) for m in self._model.modules()):
+            raise InputError("a graph would leave out what the wrapper of the model does", hint="tap the model inside")
+        self._graphs = Graphs(self._layers[""], self._call_for_graph, backend=backend, mode=mode, options=options)
+        return self
+
+    def _call_for_graph(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Call the model under new `Taps` with the same requests, whose copies a graph makes; return `ModelCall`, too.
+
+        Raises:
+            InputError: a graph cannot do what is requested.
+        """
+        # Hooks on parameters receive gradients of compiled code, too.
+        requests = [request for request in self._requests if request.layer not in self._parameters]
+        for request in requests:
+            if _changes_layer(request):
+                what = f"the {request.what if request.edit is None else 'edit'} of {request.name!r}"
+                raise InputError(f"{what} runs Python in each pass; a graph cannot", hint="leave out compile()")
+        root = self._layers[""]
+        if self._stop and any(module.training for module in root.modules()):  # later layers may write into buffers
+            raise InputError("a compiled forward cannot stop in training mode", hint="leave out stop=True or compile()")
+        taps = taps_of(root, copy_out=copy_in_graph, has_other_callers=False)
+        taps._requests = requests
+        with taps:
+            output = taps(*args, **kwargs)
+            return None if self._stop else output, capture_of(taps).forward
+
     def _requests_for(self, layers: Layers, what: What, call: int | None) -> list[Requested]:
         """Return the requests of one call of `keep` or `edit`, one per layer, without `reduce` and `edit`."""
         if self._is_open:
             raise LayertapError("call keep and edit before the `with` block starts")
+        if self._graphs is not None:
+            self._graphs.all.clear()
         if what not in get_args(What):
             raise unknown_name("what", what, get_args(What))
         asked: list[Any] = [layers]
@@ -284,7 +340,10 @@ class Taps:
         """Call the model and return its output, or None with `stop=True`."""
         if self._capture is None or not self._is_open:
             raise LayertapError("call Taps inside its `with` block")
-        if not self._stop or not self._capture.scope.counts_models():
+        is_counted = self._capture.scope.counts_models()
+        if self._graphs is not None and is_counted:
+            return self._graphs(self._capture, args, kwargs)
+        if not self._stop or not is_counted:
             return self._model(*args, **kwargs)
         self._capture.run_until_kept(self._model, args, kwargs)
         return None
