@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,13 +25,12 @@ from extract.taps.live import versions_of
 from extract.taps.nested import map_tensors, parts_of, tensors_in
 from extract.taps.record import Reduce, Site
 from extract.taps.scope import ModelBoundHook
-from extract.taps.torch_internals import hooks_of
 
 __all__ = ["Graphs", "copy_in_graph", "export"]
 
-_MANY = 8  # graphs of one model, where a warning says what they are; also the limit of `torch.compile`
 _CONSTANTS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training", *_HOOKS}
 # Hooks that belong to the computation, such as those of weight norm, run while it is captured. Others may collect what
 # they see, and would see it once.
 _OF_LIBRARIES = ("torch.", "transformers.")
@@ -110,7 +110,6 @@ class Graphs:
             InputError: an argument, the output or a hook cannot be in a graph.
             LayertapError: the model cannot be captured or compiled.
         """
-        _check_hooks(self._root)
         tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
         grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         try:
@@ -126,9 +125,7 @@ class Graphs:
             raise
         except Exception as error:  # a compiler may fail in any way
             reason = first_line(getattr(error, "inner_exception", error))
-            raise LayertapError(
-                f"{self._name} cannot run as one graph: {reason}", hint="leave out compile()"
-            ) from error
+            raise LayertapError(f"{self._name} cannot run as one graph: {reason}", hint="do not compile it") from error
         output, kept = _filled(graph.result, results)
         forward: Any = capture.forward
         for site, value in kept.items():
@@ -146,6 +143,7 @@ class Graphs:
         for graph in self.all:
             if graph.key == key and _is_same(graph.state):
                 return graph
+        _check_hooks(self._root)
         given, results = _filled((args, kwargs), _EMPTY), []
 
         def traced(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -159,9 +157,9 @@ class Graphs:
         program = export(self._root, traced, tensors).module()
         function = torch.compile(program, fullgraph=True, dynamic=False, **self._options)
         self.all.append(_Graph(key, _state_of(self._root), function, *results[-1]))
-        if len(self.all) == _MANY:
+        if len(self.all) == 8:  # where `torch.compile` would give up
             reasons = "one for each shape of its arguments, and each change of its attributes; pad batches to one shape"
-            warnings.warn(f"{_MANY} graphs of {self._name} are compiled: {reasons}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"8 graphs of {self._name} are compiled: {reasons}", RuntimeWarning, stacklevel=4)
         return self.all[-1]
 
     def _on_cpu(self, site: Site, path: Any, tensor: Tensor) -> Any:
@@ -171,7 +169,7 @@ class Graphs:
 
 
 def _state_of(root: nn.Module) -> list[Any]:
-    """Return what a graph depends on beside its arguments: layers, parameters and attributes of the model.
+    """Return what a graph depends on beside its arguments: layers, parameters, attributes and hooks of the model.
 
     Each is in a tuple: a dict, a key, the value, and what is compared of it.
     """
@@ -181,13 +179,20 @@ def _state_of(root: nn.Module) -> list[Any]:
 
 def _is_same(state: list[Any]) -> bool:
     """Whether the model has the same objects, and equal numbers and texts, as before."""
-    return all(d.get(key) is value if kind is None else _compared(d.get(key)) == kind for d, key, value, kind in state)
+    # What is the same object is compared only if it may have changed.
+    return all(
+        (type(compared) is tuple and d.get(key) is value) or _compared(d.get(key)) == compared
+        for d, key, value, compared in state
+    )
 
 
 def _compared(value: Any) -> Any:
+    """Return what is compared of a value of a module, as a list if it may change while the object is the same."""
     if isinstance(value, Tensor):
-        return id(value), value.dtype, value.device, value.requires_grad
-    return (type(value), value) if type(value) in _CONSTANTS else None
+        return [id(value), value.dtype, value.device, value.requires_grad]
+    if isinstance(value, OrderedDict):  # of hooks
+        return [hook for hook in value.values() if not isinstance(hook, ModelBoundHook)]
+    return (type(value), value) if type(value) in _CONSTANTS else (id(value),)
 
 
 def _check_hooks(root: nn.Module) -> None:
@@ -197,9 +202,7 @@ def _check_hooks(root: nn.Module) -> None:
         InputError: one has.
     """
     for name, module in root.named_modules():
-        dicts = (*hooks_of(module), module._backward_hooks, module._backward_pre_hooks)
-        others = [hook for hooks in dicts for hook in hooks.values() if not isinstance(hook, ModelBoundHook)]
-        if not all(str(hook.__module__).startswith(_OF_LIBRARIES) for hook in others):
+        if not all(str(h.__module__).startswith(_OF_LIBRARIES) for key in _HOOKS for h in _compared(vars(module)[key])):
             raise InputError(f"layer {name!r} has a hook that no graph calls", hint="remove it, or leave out compile()")
 
 
@@ -225,8 +228,7 @@ def _described(value: Any, what: str) -> Any:
     if isinstance(value, tuple | list | Mapping):  # without tensors: empty, or of many numbers
         return type(value), tuple(value)
     if type(value) not in _CONSTANTS:
-        kind = f"{what} is, or holds, a {type(value).__name__}, which a compiled graph cannot"
-        raise InputError(kind, hint="use tensors, numbers and texts in tuples, lists, mappings and dataclasses")
+        raise InputError(f"{what} is, or holds, a {type(value).__name__}: no graph can", hint="use tensors and numbers")
     return type(value), value
 
 

@@ -68,7 +68,7 @@ def lstm() -> nn.Module:
     return nn.Sequential(nn.LSTM(4, 4)).eval()
 
 
-QUICK = "reductions"
+QUICK = "reductions, and an output before an in-place layer"
 
 # Model, its arguments, and what is kept.
 WORLDS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], Callable[[Taps], Taps]]] = {
@@ -76,9 +76,11 @@ WORLDS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]
         mlp, (X,), {}, lambda taps: taps.keep(["*", ""]).keep(["*", ""], "input"),
     ),
     "one call, functions": (mlp, (X,), {}, lambda taps: taps.keep("1#1").keep(["0/linear", "*/relu"])),
-    "reductions": (
+    QUICK: (
         mlp, (X,), {},
-        lambda taps: taps.keep("0", reduce=lambda h: {"mean": h.mean(1), "max": h.amax(1)}).keep("5", reduce=F.relu),
+        lambda taps: (
+            taps.keep("0", reduce=lambda h: {"mean": h.mean(1), "max": h.amax(1)}).keep("5", reduce=F.relu).keep("3")
+        ),
     ),
     "attention, keywords and mappings": (
         attention, (seeded(2, 3, 4), seeded(2, 3, 4) + 1), {"scale": 2.0},
@@ -101,8 +103,8 @@ def check_same(record: Record, expected: Record) -> None:
 
 @pytest.mark.parametrize(("world", "mode"), [
     *(pytest.param(world, torch.no_grad, marks=() if world == QUICK else pytest.mark.slow) for world in WORLDS),
-    pytest.param("reductions", torch.inference_mode, marks=pytest.mark.slow),
-    pytest.param("reductions", torch.enable_grad, marks=pytest.mark.slow),
+    pytest.param(QUICK, torch.inference_mode, marks=pytest.mark.slow),
+    pytest.param(QUICK, torch.enable_grad, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_compiled_taps_fill_the_record_of_eager_ones(world: str, mode: Callable[[], Any]) -> None:
     make, args, kwargs, keep = WORLDS[world]
@@ -243,12 +245,18 @@ def test_a_record_owns_its_values() -> None:
 def test_records_are_handed_on_in_order_and_say_what_is_missing() -> None:
     found: list[Record] = []
     model = Net(lambda net, x: net.a(x), a=linear(), never=linear())
-    with torch.no_grad(), Taps(model, ["a", "never"], on_record=found.append).compile(backend="eager") as taps:
+    asked = Taps(model, ["a", "never"], on_record=found.append).keep("a", "input", call=2)
+    with torch.no_grad(), asked.compile(backend="eager") as taps:
         taps(X)
         model(X + 1)  # eagerly
         taps(X + 2)
         with pytest.raises(LayertapError, match="layer 'never' did not run in this forward"):
             taps.record["never"]
+    assert (
+        found[0].missing["a#2@input"]
+        == "layer 'a' ran 1 time in this forward; there is no call 2, since the first is 0"
+    )
+    assert found[0].missing == found[1].missing == found[2].missing
     torch.testing.assert_close([record["a"] for record in found], [model.a(X + i).detach() for i in range(3)])
 
 
@@ -302,7 +310,7 @@ REFUSED: dict[str, tuple[Any, Callable[[Taps], Taps], Any, str]] = {
     "backward hooks": (
         lambda: WithHook("register_full_backward_hook"), lambda taps: taps, X, "layer 'layer' has a hook",
     ),
-    "values decide": (Deciding, lambda taps: taps, X, "Deciding cannot run as one graph: .*; leave out"),
+    "values decide": (Deciding, lambda taps: taps, X, "Deciding cannot run as one graph: .*; do not compile"),
     "an argument": (lambda: Net(lambda net, box: box.tensor), lambda taps: taps, Box(X), "an argument is, or holds,"),
     "the output": (lambda: Net(lambda net, x: [Box(x)]), lambda taps: taps, X, "the output of Net is, or holds, a Box"),
     "a live value that is changed": (
