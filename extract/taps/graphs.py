@@ -124,8 +124,8 @@ class Graphs:
         except (LayertapError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a compiler may fail in any way
-            reason = first_line(getattr(error, "inner_exception", error))
-            raise LayertapError(f"{self._name} cannot run as one graph: {reason}", hint="do not compile it") from error
+            why = first_line(getattr(error, "inner_exception", error)).rstrip(".")
+            raise LayertapError(f"{self._name} cannot run as one graph: {why}", hint="leave out compile()") from error
         output, kept = _filled(graph.result, results)
         forward: Any = capture.forward
         for site, value in kept.items():

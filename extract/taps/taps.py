@@ -61,7 +61,7 @@ class Taps:
     Args:
         model: any module. Names refer to the model inside `torch.compile`, `DistributedDataParallel` and single-device
             `nn.DataParallel` wrappers. Compiled code runs uncompiled inside the block, because it ignores hooks,
-            also that of other models. Compile before the block.
+            also that of other models. Compile before the block, or use `compile`, whose graph runs in it.
         layers: names, globs or types of layers whose outputs are kept; see `keep`, which adds more.
         reduce: applied to each kept tensor on its device before the copy to the CPU; see `keep`.
         stop: end each forward as soon as all requested values are computed. The first forward runs to its end and

@@ -310,7 +310,7 @@ REFUSED: dict[str, tuple[Any, Callable[[Taps], Taps], Any, str]] = {
     "backward hooks": (
         lambda: WithHook("register_full_backward_hook"), lambda taps: taps, X, "layer 'layer' has a hook",
     ),
-    "values decide": (Deciding, lambda taps: taps, X, "Deciding cannot run as one graph: .*; do not compile"),
+    "values decide": (Deciding, lambda taps: taps, X, "Deciding cannot run as one graph: .*; leave out compile"),
     "an argument": (lambda: Net(lambda net, box: box.tensor), lambda taps: taps, Box(X), "an argument is, or holds,"),
     "the output": (lambda: Net(lambda net, x: [Box(x)]), lambda taps: taps, X, "the output of Net is, or holds, a Box"),
     "a live value that is changed": (
