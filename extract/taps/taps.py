@@ -154,6 +154,7 @@ class Taps:
                 raise InputError(f"live=True keeps outputs and inputs; a value of kind {request.what!r} has no graph")
             others.append(dataclasses.replace(request, reduce=reduce, live=live))
             self._requests.append(others[-1])
+        self._to_keep.clear()  # a forward may have to go on for longer now
         return self
 
     def edit(

@@ -240,6 +240,18 @@ def test_stop_ends_the_forward_after_the_last_call_asked_for() -> None:
     assert model.ran == 2
 
 
+def test_a_layer_that_is_kept_later_is_reached_although_forwards_were_stopped_before_it() -> None:
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), torch.ones(1, 2)
+    taps = Taps(model, "0", stop=True)
+    for _ in range(2):  # the second is stopped after what the first has kept
+        with torch.no_grad(), taps:
+            assert taps(x) is None
+    with torch.no_grad(), taps.keep("2"):
+        taps(x)
+    assert torch.equal(taps.record["2"], model(x))
+
+
+
 @pytest.mark.parametrize("stop", [False, True])
 def test_a_model_that_calls_itself_has_one_record_with_both_calls(stop: bool) -> None:
     def with_flipped(model: Net, x: Tensor, flip: bool = True) -> Any:
