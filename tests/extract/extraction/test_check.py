@@ -395,6 +395,7 @@ def test_a_reader_requires_what_the_features_are_of(out: Path) -> None:
             reader.require(layer="two")
 
 
+@pytest.mark.slow
 def test_a_check_of_a_real_network_takes_seconds(photos: Path) -> None:
     """Photos, and the network and transform of torchvision; the time of the check beside that of the loop."""
     torch.manual_seed(0)
