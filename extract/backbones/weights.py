@@ -12,7 +12,7 @@ import os
 import pathlib
 import pickle
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -274,6 +274,13 @@ def _without_prefix(
     return kept, (f"the prefix {prefix!r} was removed{note}",)
 
 
+def _load_fitting(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load tensors that have the names and shapes of the model's own."""
+    tensors = OrderedDict(state)
+    tensors._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]  # versions, which MNASNet needs
+    model.load_state_dict(tensors)
+
+
 def load_state(
     model: nn.Module,
     state: Mapping[str, Tensor],
@@ -302,7 +309,7 @@ def load_state(
     state = {**{name: own[name] for name in counters}, **state}
     problems = _misfits(own, state)
     if not any(problems.values()):
-        model.load_state_dict(dict(state))
+        _load_fitting(model, state)
         return ()
     head_prefix = f"{classifier}." if classifier else None
     needed = [name for name in own if head_prefix is None or not name.startswith(head_prefix)]
@@ -312,7 +319,7 @@ def load_state(
         assert classifier is not None
         # Not random numbers: their output could be stored by mistake, and the fingerprint would depend on the seed.
         model.set_submodule(classifier, nn.Identity())
-        model.load_state_dict(trunk_state)
+        _load_fitting(model, trunk_state)
         note = ""
         if unused := [name for name in state if name not in trunk_state]:
             more = ", ..." if len(unused) > 5 else ""

@@ -164,6 +164,13 @@ class Malicious:
         return os.system, (self.command,)
 
 
+def test_a_network_that_asks_for_the_version_of_its_tensors_is_loaded(tmp_path: Path) -> None:
+    model = models.mnasnet0_5()
+    torch.save(model.state_dict(), tmp_path / "mnasnet.pth")
+    loaded = load_backbone("torchvision/mnasnet0_5", weights=str(tmp_path / "mnasnet.pth"), device="cpu").model
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
 def test_a_malicious_pickle_does_not_run(tmp_path: Path) -> None:
     bad = Malicious(f"touch {tmp_path / 'run'}")
     path, state = tmp_path / "w.pth", reference(RESNET).state_dict()
