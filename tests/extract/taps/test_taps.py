@@ -251,7 +251,6 @@ def test_a_layer_that_is_kept_later_is_reached_although_forwards_were_stopped_be
     assert torch.equal(taps.record["2"], model(x))
 
 
-
 @pytest.mark.parametrize("stop", [False, True])
 def test_a_model_that_calls_itself_has_one_record_with_both_calls(stop: bool) -> None:
     def with_flipped(model: Net, x: Tensor, flip: bool = True) -> Any:
