@@ -22,7 +22,7 @@ from benchmarks.census.unchanged import NETWORKS
 from benchmarks.census.values import tensors_of
 from benchmarks.common import parser
 from extract import LayertapError, Taps
-from extract.compute.agreement import FULL_PRECISION, deviation
+from extract.compute.agreement import FULL_PRECISION, deviations
 
 AMPLIFIED = 1e-4  # what networks with random weights make of rounding
 
@@ -77,7 +77,7 @@ def _outputs(output: object, plain: object) -> dict[str, tuple[Tensor, Tensor]]:
 def _deviation(value: Tensor, expected: Tensor) -> float:
     if value.shape != expected.shape or value.dtype != expected.dtype:
         return float("inf")
-    return deviation(value.numpy(), expected.numpy())
+    return float(deviations(value.numpy()[None], expected.numpy()[None])[0])
 
 
 def main() -> None:
