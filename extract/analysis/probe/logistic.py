@@ -7,7 +7,7 @@ For each C, minimise the objective of scikit-learn's `LogisticRegression(C=C)` o
 The solver is L-BFGS over all rows (Liu and Nocedal 1989). All C share each pass over the rows, which may be a file
 larger than memory. The variables are preconditioned: they lie along the principal axes of the features, each scaled by
 the curvature of the objective at the start. Without this, a few axes have all of the curvature, and the solver needs
-hundreds of steps. The scales are chosen again, once, where the losses become small.
+hundreds of steps. The scales are chosen again where the losses become small; the solution goes on with the first ones.
 """
 
 from __future__ import annotations
@@ -57,8 +57,11 @@ _FLATTEST = 1e-7  # of the largest variance; axes below it are rounding errors a
 # Where nearly all rows have small losses, the curvature of the losses has vanished, and the penalty has most of what is
 # left: axes should hardly be stretched. With the scales of the start, 45 strengths on 4,500 embeddings of CIFAR-10
 # took 3.9 times as long, and the weakest penalties ended 0.7 % above the objective, after 1,000 steps.
-_SMALL_LOSS = 0.02  # nats per row
-_FLATTEST_AT_SMALL_LOSS = 0.1  # of the largest variance
+_SMALL_LOSS = 0.01  # of the loss at the start, which is small itself where nearly all rows have one label
+# Flat scales alone, by the largest variance alone, stopped at twice the objective beside a column times 10,000: what
+# they find goes on with the scales of the start, and an axis far larger than the others does not decide.
+_FLATTEST_AT_SMALL_LOSS = 0.1  # of the largest variance, and at most
+_FLATTEST_OF_MEDIAN = 10.0
 _WIDEST = 6000  # columns for which principal axes are computed; wider features are scaled column by column
 # Multiplications of a pass over the rows for each thread, about 4 ms. On a busy machine of 2 cores, 240 rows took 16 s
 # of CPU with two threads, which spun most of the time, and take 1.0 s.
@@ -227,14 +230,17 @@ class _Problem:
         """Return the factors (M,) float64 of |W|^2 / 2."""
         return 1 / (strengths * self.count)
 
-    def scales(self, strengths: Tensor, flattest: float = 0.0) -> Tensor:
+    def scales(self, strengths: Tensor, is_flat: bool = False) -> Tensor:
         """Return (M, R + 1): one over the square root of the curvature along each axis, and of the bias.
 
         Args:
             strengths: (M,) values of C.
-            flattest: axes of smaller variance, as a share of the largest, are scaled as if they had this variance.
+            is_flat: whether axes of small variance are stretched less; see `_SMALL_LOSS`.
         """
-        variances = self.features.variances.clamp(min=flattest * self.features.variances.max())
+        variances = self.features.variances
+        if is_flat:
+            largest, median = float(variances.max()), float(variances.median())
+            variances = variances.clamp(min=min(_FLATTEST_AT_SMALL_LOSS * largest, _FLATTEST_OF_MEDIAN * median))
         along_axes = self.curvature * variances + self.penalty(strengths)[:, None].to(self.dtype)
         bias = along_axes.new_full((len(strengths), 1), self.curvature)
         return torch.cat([along_axes, bias], 1).rsqrt()
@@ -347,7 +353,8 @@ def _minimise(problem: _Problem, strengths: Tensor, fold: Tensor, until_settled:
         raise too_large()
     active = torch.arange(len(strengths), device=problem.device)
     iterations, settled = torch.zeros_like(active), torch.zeros_like(active)  # settled: small steps in a row
-    first, done, rescaled = value, torch.zeros_like(active, dtype=torch.bool), torch.full_like(active, -_HISTORY)
+    first, first_loss, done = value, loss, torch.zeros_like(active, dtype=torch.bool)
+    rescaled, turns = torch.full_like(active, -_HISTORY), torch.zeros_like(active)
     best, others = torch.empty_like(point), [value.clone(), loss.clone(), iterations.clone(), done.clone()]
     curvature = _Curvature(point)
     for number in range(MAX_ITERATIONS + 1):
@@ -357,6 +364,18 @@ def _minimise(problem: _Problem, strengths: Tensor, fold: Tensor, until_settled:
         promised = _TOLERANCE * torch.minimum(value, (first - value).clamp(min=0))
         knows_curvature = number - rescaled > _HISTORY // 2
         done |= ((-slope <= promised * (number > 0)) & knows_curvature) | (settled >= _SETTLED_STEPS)
+        easy = (turns == 0) & ~done & (loss < _SMALL_LOSS * first_loss) & (number >= _HISTORY)
+        found = (turns == 1) & done & (settled < _SETTLED_STEPS)
+        if bool((turn := easy | found).any()):
+            turns, done = turns + turn.long(), done & ~turn
+            rescaled[turn] = number
+            flatter = problem.scales(strengths[active], is_flat=True)
+            chosen = flatter.where(easy[:, None], problem.scales(strengths[active])).where(turn[:, None], scales)
+            point, gradient, scales = problem.rescaled(point, gradient, scales, chosen)
+            all_scales[active] = scales
+            curvature.forget(turn)
+            direction = curvature.direction(gradient)
+            slope = (direction * gradient).sum(1, dtype=torch.float64)
         n_done = int(done.sum())
         if n_done > _MOST_DONE * len(done) or number == MAX_ITERATIONS:
             best[active] = point
@@ -366,21 +385,12 @@ def _minimise(problem: _Problem, strengths: Tensor, fold: Tensor, until_settled:
                 break
             left = ~done
             curvature.keep(left)
-            active, first, settled, iterations, done, rescaled = (
-                tensor[left] for tensor in (active, first, settled, iterations, done, rescaled)
+            active, first, first_loss, settled, iterations, done, rescaled, turns = (
+                tensor[left] for tensor in (active, first, first_loss, settled, iterations, done, rescaled, turns)
             )
             scales, penalty, fold, point, value, loss, gradient, direction, slope = (
                 tensor[left] for tensor in (scales, penalty, fold, point, value, loss, gradient, direction, slope)
             )
-        easy = (loss < _SMALL_LOSS) & (rescaled < 0)
-        if number >= _HISTORY and bool(easy.any()):
-            rescaled[easy] = number
-            flatter = problem.scales(strengths[active], _FLATTEST_AT_SMALL_LOSS)
-            point, gradient, scales = problem.rescaled(point, gradient, scales, flatter.where(easy[:, None], scales))
-            all_scales[active] = scales
-            curvature.forget(easy)
-            direction = curvature.direction(gradient)
-            slope = (direction * gradient).sum(1, dtype=torch.float64)
         direction, slope = direction.masked_fill_(done[:, None], 0), slope.masked_fill(done, 0)
         step, (new_value, loss, new_gradient), moved = _line_search(
             problem, point, value, loss, gradient, direction, slope, scales, penalty, fold

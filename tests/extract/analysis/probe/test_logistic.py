@@ -111,6 +111,29 @@ def test_about_as_many_rows_as_columns_take_few_steps_to_the_objective_of_scikit
     assert fit.iterations[0] < 60  # with the scales of the start: 77 and 135
 
 
+def test_a_column_of_large_values_does_not_stop_a_fit_whose_losses_are_small():
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(6000, 40))
+    y = (x[:, 0] > 0).astype(np.int64)
+    x[:, 0] += np.sign(x[:, 0]) / 2
+    x[:, 3] *= 1e4
+    y[5] = 1 - y[5]
+    x = x.astype(np.float32)
+    fit = LogisticRegression(FeatureRows.of(x), y, 2).fit([1e4])
+    best = objective(*reference(x, y, 1e4), x, y, 1e4)
+    assert objective(fit.weights[0], fit.biases[0], x, y, 1e4) == pytest.approx(best, rel=1e-4)  # was twice as large
+
+
+def test_rare_labels_take_few_steps_to_the_objective_of_scikit_learn():
+    generator = np.random.default_rng(0)
+    x = (generator.normal(size=(20_000, 60)) * np.arange(1.0, 61) ** -1.5).astype(np.float32)
+    rare = x / x.std(0) @ generator.normal(size=60) / 60**0.5 * 3 + generator.logistic(size=len(x)) > 11
+    fit = LogisticRegression(FeatureRows.of(x), rare.astype(np.int64), 2).fit([1e6])
+    best = objective(*reference(x, rare, 1e6), x, rare, 1e6)
+    assert objective(fit.weights[0], fit.biases[0], x, rare, 1e6) == pytest.approx(best, rel=1e-5)
+    assert fit.iterations[0] < 60
+
+
 def test_weak_regularisation_of_separable_classes_does_not_stop_early():
     generator = np.random.default_rng(0)
     y = generator.integers(0, 3, 60)
