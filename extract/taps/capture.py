@@ -189,6 +189,7 @@ class Capture:
 
     Attributes:
         scope: says which calls belong to the block.
+        is_compiled: whether graphs fill records, too.
         forward: the running call of the model, or the last one.
         on_end: called with the output of a forward when it ends.
         on_let_go: called when what a forward holds is to be freed, also after an exception.
@@ -208,7 +209,7 @@ class Capture:
         self._root, self._explain, self._requested = root, explain, requested
         self._to_keep, self._on_record = to_keep, on_record
         self._copy_out, self._has_other_callers = copy_out, has_other_callers
-        self.scope = Scope(unheard)
+        self.scope, self.is_compiled = Scope(unheard), False
         self._points: dict[int, Point] = {}
         self._handles: list[RemovableHandle] = []
         self._stoppable = False  # the forward runs inside `run_until_kept`, which catches _Stop
@@ -228,7 +229,7 @@ class Capture:
 
     def hook(self, register: Callable[..., RemovableHandle], function: Callable[..., Any], **options: Any) -> None:
         """Register a hook until the end of the block."""
-        self._handles.append(register(ModelBoundHook(function, self.scope.unseen), **options))
+        self._handles.append(register(ModelBoundHook(function, self.scope.unseen, self.is_compiled), **options))
 
     def register(self) -> None:
         """Register the hooks of all points, and those of the model itself."""

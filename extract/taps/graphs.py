@@ -13,6 +13,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ _OF_MODULES = frozenset(vars(nn.Module())) - {"training", *_HOOKS}
 # Hooks that belong to the computation, such as those of weight norm, run while it is captured. Others may collect what
 # they see, and would see it once.
 _OF_LIBRARIES = ("torch.", "transformers.")
+_NO_CONFIGURATION = (Tensor, nn.Module, ModuleType, type, dict)
 _EMPTY = itertools.repeat(torch.empty(0))
 
 
@@ -50,7 +52,13 @@ def export(model: nn.Module, function: Callable[..., Any], tensors: Sequence[Ten
     """
     root = nn.Module()
     root.model, root.forward = model, function
-    return torch.export.export(root, tuple(tensors), strict=False)
+    attributes = [(vars(module), set(vars(module))) for module in model.modules()]
+    try:
+        return torch.export.export(root, tuple(tensors), strict=False)
+    finally:
+        for of_module, before in attributes:
+            for key in of_module.keys() - before:  # tensors without values
+                del of_module[key]
 
 
 def copy_in_graph(tensor: Tensor, reduce: Reduce | None, site: Site) -> Any:
@@ -115,7 +123,11 @@ class Graphs:
         try:
             # Tensors of inference mode could not be used in training later.
             with torch.inference_mode(False), torch.set_grad_enabled(grad):
-                graph = self._graph_for(args, kwargs, tensors)
+                try:
+                    graph = self._graph_for(args, kwargs, tensors)
+                except BaseException:
+                    capture.begin(sys._getframe())  # the record of an earlier call would be taken for that of this one
+                    raise
                 if is_inference and graph.traced.record.live:
                     raise InputError("a value cannot be kept live in inference mode", hint="use torch.no_grad()")
                 capture.begin(sys._getframe())
@@ -147,7 +159,10 @@ class Graphs:
         given, results = _filled((args, kwargs), _EMPTY), []
 
         def traced(*tensors: Tensor) -> tuple[Tensor, ...]:
+            buffers = [(m._buffers, name, tensor) for m in self._root.modules() for name, tensor in m._buffers.items()]
             output, call = self._call(*_filled(given, tensors))
+            if any(_is_replaced(tensor, of_module.get(name)) for of_module, name, tensor in buffers):
+                raise InputError(f"{self._name} replaces a buffer; a graph cannot", hint="write into it with copy_()")
             _described(output, f"the output of {self._name}")
             # By the names of the record, which refuses a live value that was changed since.
             result = output, {site: call.record[site] for site in call.record.by_site}
@@ -171,17 +186,23 @@ class Graphs:
 def _state_of(root: nn.Module) -> list[Any]:
     """Return what a graph depends on beside its arguments: layers, parameters, attributes and hooks of the model.
 
-    Each is in a tuple: a dict, a key, the value, and what is compared of it.
+    Each is in a tuple: a dict, a key, the value, and what is compared of it; of the key None, all keys of the dict.
     """
-    dicts = [d for m in root.modules() for d in (vars(m), m._parameters, m._buffers, m._modules)]
-    return [(d, key, value, _compared(value)) for d in dicts for key, value in d.items() if key not in _OF_MODULES]
+    dicts = {id(d): d for m in root.modules() for d in (vars(m), m._parameters, m._buffers, m._modules)}
+    for value in [value for d in dicts.values() for value in d.values()]:
+        if not isinstance(value, _NO_CONFIGURATION) and isinstance(held := getattr(value, "__dict__", None), dict):
+            dicts.setdefault(id(held), held)
+    values = [(d, k, v, _compared(v)) for d in dicts.values() for k, v in d.items() if k not in _OF_MODULES]
+    return [*((d, None, None, list(d)) for d in dicts.values()), *values]
 
 
 def _is_same(state: list[Any]) -> bool:
     """Whether the model has the same objects, and equal numbers and texts, as before."""
     # What is the same object is compared only if it may have changed.
     return all(
-        (type(compared) is tuple and d.get(key) is value) or _compared(d.get(key)) == compared
+        list(d) == compared
+        if key is None
+        else (type(compared) is tuple and d.get(key) is value) or _compared(d.get(key)) == compared
         for d, key, value, compared in state
     )
 
@@ -191,8 +212,17 @@ def _compared(value: Any) -> Any:
     if isinstance(value, Tensor):
         return [id(value), value.dtype, value.device, value.requires_grad]
     if isinstance(value, OrderedDict):  # of hooks
-        return [hook for hook in value.values() if not isinstance(hook, ModelBoundHook)]
+        return [hook for hook in value.values() if not (isinstance(hook, ModelBoundHook) and hook.of_graph)]
+    if isinstance(value, tuple) and _CONSTANTS.issuperset(map(type, value)):
+        return type(value), *((type(part), part) for part in value)
+    if isinstance(value, list | tuple | set | dict):
+        return [type(value), [_compared(part) for part in (value.items() if isinstance(value, dict) else value)]]
     return (type(value), value) if type(value) in _CONSTANTS else (id(value),)
+
+
+def _is_replaced(before: Tensor | None, after: Tensor | None) -> bool:
+    """Whether another tensor has the place of a buffer; a larger one is a cache, which the graph has."""
+    return before is not after and before is not None and after is not None and before.shape == after.shape
 
 
 def _check_hooks(root: nn.Module) -> None:
@@ -203,7 +233,9 @@ def _check_hooks(root: nn.Module) -> None:
     """
     for name, module in root.named_modules():
         if not all(str(h.__module__).startswith(_OF_LIBRARIES) for key in _HOOKS for h in _compared(vars(module)[key])):
-            raise InputError(f"layer {name!r} has a hook that no graph calls", hint="remove it, or leave out compile()")
+            where = f"layer {name!r}" if name else "the model"
+            hint = "remove it, close other Taps, or leave out compile()"
+            raise InputError(f"{where} has a hook that no graph calls", hint=hint)
 
 
 def _key_of(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
@@ -226,7 +258,7 @@ def _described(value: Any, what: str) -> Any:
     if parts := parts_of(value):
         return type(value), [(key, _described(part, what)) for key, part in parts]
     if isinstance(value, tuple | list | Mapping):  # without tensors: empty, or of many numbers
-        return type(value), tuple(value)
+        return type(value), tuple((type(part), part) for part in value)
     if type(value) not in _CONSTANTS:
         raise InputError(f"{what} is, or holds, a {type(value).__name__}: no graph can", hint="use tensors and numbers")
     return type(value), value

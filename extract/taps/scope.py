@@ -130,12 +130,13 @@ class ModelBoundHook:
     Args:
         hook: the hook.
         unseen: receives the id of each module whose call the compiler has traced, with this as the reason.
+        of_graph: whether a graph does what the hook does.
     """
 
-    __slots__ = ("hook", "unseen")
+    __slots__ = ("hook", "of_graph", "unseen")
 
-    def __init__(self, hook: Callable[..., Any], unseen: dict[int, str]):
-        self.hook, self.unseen = hook, unseen
+    def __init__(self, hook: Callable[..., Any], unseen: dict[int, str], of_graph: bool = False):
+        self.hook, self.unseen, self.of_graph = hook, unseen, of_graph
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
         """Call the hook, or note that the compiler traces the call."""

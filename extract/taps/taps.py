@@ -205,8 +205,8 @@ class Taps:
         The first call captures a graph (`torch.export`) whose outputs are the output of the model and the values that
         are kept, and compiles it with `fullgraph=True`. Records are those of eager `Taps`, but for rounding. Another
         graph is made for arguments of other shapes, strides or types, and where layers, parameters, numbers or texts
-        that are attributes of the model, its mode, gradients or autocast have changed. What lists and other objects
-        hold that are attributes is read once. `model(...)` runs eagerly.
+        that are attributes of the model, or in its lists, dicts and configurations, its mode, gradients or autocast
+        have changed. Other Python (counters, classes, `reduce`) runs once for a graph. `model(...)` runs eagerly.
 
         The graph can be trained: gradients reach parameters, arguments, and layers before a value that is kept `live`.
         The output of the model does not depend on such a value for `torch.autograd.grad`. Dropout draws other numbers
@@ -219,8 +219,9 @@ class Taps:
 
         Raises:
             InputError: the model is in a wrapper that does more than to call it. At a call: an edit is requested, or
-                the gradient of a layer; a layer has hooks of others; an argument or the output holds an object other
-                than tensors, numbers and texts; or the forward is to stop in training mode.
+                the gradient of a layer; a layer has hooks of others, such as open `Taps`; the model replaces its
+                buffers; an argument or the output holds an object other than tensors, numbers and texts; or the forward
+                is to stop in training mode.
             LayertapError: at a call; the model cannot be captured or compiled as one graph.
         """
         if any(isinstance(m, nn.DataParallel | nn.parallel.DistributedDataParallel) for m in self._model.modules()):
@@ -333,6 +334,7 @@ class Taps:
         )
         with contextlib.ExitStack() as undo:
             undo.callback(capture.close)
+            capture.is_compiled = self._graphs is not None
             self._register(capture, undo)
             self._undo, self._capture = undo.pop_all(), capture
         return self

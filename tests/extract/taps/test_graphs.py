@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,6 +172,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "another layer inside": (lambda model: setattr(model[6], "0", nn.Tanh()), False),
     "a number": (lambda model: setattr(model[2], "eps", 1.0), False),
     "another tensor that is no buffer": (lambda model: setattr(model[7], "shift", torch.ones(2)), False),
+    "another layer at the end": (lambda model: model.append(nn.Tanh()), False),
+    "a list": (lambda model: model[8].factors.append(2.0), False),
+    "a configuration": (lambda model: setattr(model[8].config, "power", 2), False),
+    "an attribute that the class had": (lambda model: setattr(model[8], "forward", torch.tanh), False),
     "the mode": (lambda model: model.train(), False),
     "the mode of a layer": (lambda model: model[2].train(), False),
     "another precision": (lambda model: model.double(), False),
@@ -178,13 +183,15 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], bool]] = {
 }
 
 
-QUICK_CHANGES = ("weights in place", "a number")
+QUICK_CHANGES = ("weights in place", "a number", "another layer at the end", "a list", "a configuration")
 
 
 def changing() -> nn.Sequential:
     net = mlp()
     net.append(nn.Sequential(nn.Sigmoid()))
     net.append(Net(lambda net, x: x + net.shift, shift=torch.zeros(1)))
+    config = SimpleNamespace(power=1)
+    net.append(Net(lambda net, x: x**net.config.power * sum(net.factors), factors=[1.5], config=config))
     return net.eval()
 
 
@@ -278,6 +285,48 @@ def test_later_layers_are_not_computed_by_taps_that_stop() -> None:
             taps(X)
 
 
+@pytest.mark.parametrize("other", ["edit", "keep"])
+def test_a_graph_is_refused_while_other_taps_are_open_and_an_earlier_record_is_not_returned(other: str) -> None:
+    model = mlp()
+    others = Taps(model).edit("0", lambda h: h * 3) if other == "edit" else Taps(model, "0")
+    with torch.no_grad(), Taps(model, "0").compile(backend="eager") as taps:
+        taps(X)
+        with others:
+            model(X)
+            with pytest.raises(InputError, match="the model has a hook that no graph calls; .* close other Taps"):
+                taps(X + 1)
+        with pytest.raises(LayertapError, match="the last forward of the model did not finish"):
+            taps.record  # noqa: B018
+        taps(X + 1)
+        torch.testing.assert_close(taps.record["0"], model[0](X + 1))
+
+
+def test_capturing_leaves_no_tensor_without_values_in_the_model() -> None:
+    def compute(net: Any, x: Tensor) -> Tensor:
+        net.last = net.a(x)
+        return net.last
+
+    model = Net(compute, a=linear())
+    with torch.no_grad(), Taps(model, "a").compile(backend="eager") as taps:
+        torch.testing.assert_close(taps(X), model.a(X))
+    assert not hasattr(model, "last")
+
+
+def of_length(net: Any, x: Tensor, numbers: list[Any]) -> Tensor:
+    return x * 2 if numbers[0] is True else x
+
+
+def test_long_lists_of_numbers_of_other_types_have_other_graphs() -> None:
+    with torch.no_grad(), Taps(Net(of_length), "").compile(backend="eager") as taps:
+        assert torch.equal(taps(X, [1] * 20), X)
+        assert torch.equal(taps(X, [True] * 20), X * 2)
+
+
+def counting(net: Any, x: Tensor) -> Tensor:
+    net.seen = net.seen + 1
+    return x * net.seen
+
+
 class WithHook(nn.Module):
     def __init__(self, register: str) -> None:
         super().__init__()
@@ -318,6 +367,9 @@ REFUSED: dict[str, tuple[Any, Callable[[Taps], Taps], Any, str]] = {
     ),
     "a reduction": (
         mlp, lambda taps: taps.keep("0", reduce=lambda h: h.tolist()), X, "the reduction of 0|cannot run",
+    ),
+    "a buffer that is replaced": (
+        lambda: Net(counting, seen=nn.Buffer(torch.zeros(1))), lambda taps: taps, X, "Net replaces a buffer",
     ),
     "a wrapper": (lambda: nn.DataParallel(mlp(), [0]), lambda taps: taps, X, "leave out what the wrapper"),
 }  # fmt: skip
