@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
@@ -200,14 +201,23 @@ class Search:
             if chosen is None:
                 break
             best, (causes, plan) = least, chosen
-        remaining = float(self._apart(self._computed(plan, there), places[there]).max())
-        if remaining <= self.tolerance:
-            return causes, remaining, ""
+        apart = self._apart(self._computed(plan, there), places[there])
+        if (apart <= self.tolerance).all():
+            return causes, float(apart.max()), ""
         if trained := self._in_training_mode():
             return trained
+        given = self._apart(self.values[there], places[there])
+        if self._how_wrong(given) <= self._how_wrong(apart):  # as of one bad row, which no change of all rows explains
+            causes, apart = [], given
+        (wrong, remaining), first = self._how_wrong(apart), self._name(there[np.argmax(apart > self.tolerance)])
         nearest = "; ".join(f"{cause.kind}: {cause.what}" for cause in [*found, *causes]) or "as given"
+        rows = f"{wrong} of {len(there)} rows, the first is {first}," if wrong < len(there) else "they"
         as_half = ", as much as half precision or another decoder changes" if remaining <= TOLERANCE["bfloat16"] else ""
-        return facts, remaining, f"{nearest}, with which they differ by up to {remaining:.1e}{as_half}"
+        return facts, remaining, f"{nearest}, with which {rows} differ by up to {remaining:.1e}{as_half}"
+
+    def _how_wrong(self, apart: Rows) -> tuple[int, float]:
+        """Return how many rows differ, and by how much."""
+        return int((apart > self.tolerance).sum()), float(apart.max())
 
     def _in_training_mode(self) -> Found | None:
         """Return in which batches the model ran in training mode, if rows agree with that."""
@@ -255,10 +265,10 @@ def _mistakes(plan: Plan, is_near: bool) -> Iterator[tuple[Cause, Plan]]:
         backbone = replace(plan.backbone, preprocessing=replace(pre, **values))
         return Cause(kind, what if given is None else f"{what}; given: {given}"), replace(plan, backbone=backbone)
 
-    def without_antialias(picture: Image.Image) -> torch.Tensor:
+    def without_antialias(other: Preprocessing, picture: Image.Image) -> torch.Tensor:
         """As torchvision resizes tensors, and OpenCV but for rounding."""
         pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
-        return pre.to_input(pre.transform_pixels(pixels, antialias=False)[None])[0]
+        return other.to_input(other.transform_pixels(pixels, antialias=False)[None])[0]
 
     swapped = _with_pictures(plan, lambda picture: Image.merge("RGB", picture.split()[::-1]))
     yield Cause("BGR", "the channels are in the order blue, green, red"), swapped
@@ -266,16 +276,21 @@ def _mistakes(plan: Plan, is_near: bool) -> Iterator[tuple[Cause, Plan]]:
         what = f"computed in half precision ({precision})"
         yield Cause("precision", what), replace(plan, settings=replace(plan.settings, precision=precision))
     if pre.library_transform is not None:  # which of its steps differ cannot be tried
-        for words, mean, std in _NORMALISATIONS[:5]:
-            usual = {"resize_px": round(min(pre.crop_px) / 0.875), "mean": mean, "std": std, "library_transform": None}
-            yield having("preprocessing", f"bilinear, crop, normalisation {words}", interpolation="bilinear", **usual)
+        side = min(pre.crop_px)
+        for resize, (words, mean, std) in product((round(side / 0.875), pre.crop_px, side), _NORMALISATIONS[:5]):
+            what = f"bilinear, {_in_words(resize, pre.crop_px)}, normalisation {words}"
+            usual = {"resize_px": resize, "mean": mean, "std": std, "library_transform": None}
+            yield having("preprocessing", what, interpolation="bilinear", **usual)
     else:
         for words, mean, std in _NORMALISATIONS:
             yield having("normalisation", words, f"mean {pre.mean}, std {pre.std}", mean=mean, std=std)
         for name in INTERPOLATIONS:
             yield having("interpolation", name, pre.interpolation, interpolation=name)
-        yield having("interpolation", f"{pre.interpolation} by torchvision on tensors", fast=True)
-        yield having("interpolation", f"{pre.interpolation} without antialiasing", library_transform=without_antialias)
+        for name in ("bilinear", "bicubic"):
+            what, given = f"{name} by torchvision on tensors", pre.interpolation
+            yield having("interpolation", what, given, interpolation=name, fast=True)
+            resized = functools.partial(without_antialias, replace(pre, interpolation=name))
+            yield having("interpolation", f"{name} without antialiasing", given, library_transform=resized)
         for resize, crop in _geometries(pre):
             words, given = _in_words(resize, crop), _in_words(pre.resize_px, pre.crop_px)
             yield having("crop", words, given, resize_px=resize, crop_px=crop)
@@ -306,6 +321,7 @@ def _orders(paths: Sequence[str]) -> Iterator[tuple[str, Places]]:
             (0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.findall(r"\d+|\D+", paths[row])
         ],
         "sorted by path without case": lambda row: paths[row].lower(),
+        "sorted by file name, not by folder": lambda row: paths[row].rpartition("/")[2],
     }
     for words, key in keys.items():
         yield f"the rows are {words}", np.argsort(sorted(range(len(paths)), key=key))

@@ -160,6 +160,9 @@ def _stored(features: Any, layer: str | None, opened: contextlib.ExitStack) -> _
         reader = opened.enter_context(FeatureReader(features, partial=True))
         layer = layer or ("embedding" if len(reader.layers) != 1 else reader.layers[0])
         return _Stored(str(features), reader[layer], layer, reader=reader)
+    if isinstance(features, torch.Tensor):  # NumPy takes no gradients, and has no bfloat16
+        features = features.detach().cpu()
+        features = features.float() if features.dtype == torch.bfloat16 else features
     name, values, written_ns = "the array", np.asarray(features), np.inf
     if isinstance(features, str | os.PathLike):
         name, (path, array) = os.fspath(features), split_name(os.fspath(features), (*SUFFIXES, ".parquet"))

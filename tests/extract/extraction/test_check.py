@@ -86,9 +86,9 @@ def _upright(picture: Image.Image) -> Image.Image:
     return ImageOps.exif_transpose(picture)
 
 
-def without_antialias(picture: Image.Image) -> Tensor:
+def without_antialias(picture: Image.Image, how: str = "bilinear") -> Tensor:
     pixels = v2.functional.pil_to_tensor(picture)
-    resized = v2.functional.resize(pixels, [72], InterpolationMode.BILINEAR, antialias=False)
+    resized = v2.functional.resize(pixels, [72], InterpolationMode(how), antialias=False)
     scaled = v2.functional.center_crop(resized, [64]).float() / 255
     return v2.functional.normalize(scaled, list(IMAGENET[0]), list(IMAGENET[1]))
 
@@ -125,6 +125,10 @@ PLANTED: dict[str, tuple[Made, list[tuple[str, str]]]] = {
     "bicubic": (lambda net, files: loop(net, files, how="bicubic"), [("interpolation", "bicubic")]),
     "no antialiasing": (
         lambda net, files: loop(net, files, without_antialias), [("interpolation", "bilinear without antialiasing")]
+    ),
+    "bicubic, no antialiasing": (
+        lambda net, files: loop(net, files, lambda picture: without_antialias(picture, "bicubic")),
+        [("interpolation", "bicubic without antialiasing; given: bilinear")],
     ),
     "mean and std of ViT": (
         lambda net, files: loop(net, files, mean=(0.5,) * 3, std=(0.5,) * 3), [("normalisation", "of Inception")]
@@ -233,6 +237,34 @@ def test_features_of_nothing_that_is_tried_fit_nothing(paths: list[Path]) -> Non
         assert not result
         assert result.causes == ()
         assert "no preprocessing, order, precision or mode that was tried fits" in str(result)
+
+
+def test_rows_in_the_order_of_file_names_are_named(tmp_path: Path) -> None:
+    net, files = Net().eval(), list[Path]()
+    for i in range(12):
+        files.append(tmp_path / "ab"[i % 2] / f"{i:02}.png")
+        files[-1].parent.mkdir(exist_ok=True)
+        make_picture(i, 100, 90).save(files[-1])
+    result = check(loop(net, files), model=net, transform=steps(), images=sorted(files))
+    assert [cause.what for cause in result.causes] == ["the rows are sorted by file name, not by folder"]
+
+
+def test_the_usual_sizes_are_tried_for_a_transform_whose_steps_are_unknown(paths: list[Path]) -> None:
+    net, as_given = Net().eval(), steps()
+    for size, crop, words in (((64, 64), None, "resize 64x64, crop 64x64"), (64, 64, "resize 64, crop 64x64")):
+        features = loop(net, paths, size=size, crop=crop)
+        result = check(features, model=net, transform=lambda picture: as_given(picture), images=paths)
+        assert kinds(result) == ["preprocessing"]
+        assert words in result.causes[0].what
+
+
+def test_one_bad_row_is_named_and_no_change_of_all_rows_is_the_nearest(paths: list[Path]) -> None:
+    net = Net().eval()
+    features = loop(net, paths)
+    features[3] *= 1.5
+    result = check(torch.from_numpy(features).requires_grad_(), model=net, transform=steps(), images=paths, sample=N)
+    assert not result
+    assert result.nearest.startswith(f"as given, with which 1 of {N} rows, the first is row 3 ({paths[3]}), differ by")
 
 
 def test_an_order_is_told_beside_a_difference_that_nothing_explains(paths: list[Path]) -> None:
