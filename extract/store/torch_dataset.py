@@ -24,6 +24,7 @@ Residency = Literal["auto", "gpu", "memory", "disk"]
 _SHARE_OF_AUTO = 0.5  # of the free memory; a program that trains needs memory, too
 _SHARE = 0.9  # free memory is an estimate, and Linux ends a process that takes too much
 _READ_BYTES, _BUFFER_BYTES = 4 << 20, 1 << 30  # at once, and at most, while a layer is read into memory
+_CHOOSING = ("sampler", "batch_sampler", "drop_last")  # options of `DataLoader`
 _CPU = torch.device("cpu")
 
 
@@ -153,7 +154,7 @@ class FeatureDataset(Dataset[tuple[Any, Any]]):
             index = torch.from_numpy(rows)
             features = {layer: torch.from_numpy(array[rows]) for layer, array in self._arrays.items()}
         if callable(self._targets):
-            return features, [_copied(self._targets(row)).to(self.device) for row in rows.tolist()]
+            return features, [_target_of(row, self._targets(row)).to(self.device) for row in rows.tolist()]
         return features, self._targets[index]
 
     def _positions(self, indices: Any) -> NDArray[np.int64]:
@@ -208,15 +209,18 @@ class FeatureDataset(Dataset[tuple[Any, Any]]):
         Raises:
             TypeError: an argument is not an int.
             ValueError: an argument is out of range.
-            InputError: `num_workers` is given, and the rows lie on a GPU.
+            InputError: `num_workers` is given, and the rows lie on a GPU; or an option that chooses samples is given.
         """
+        if choosing := [name for name in _CHOOSING if options.get(name, False) is not False]:
+            hint = "DataLoader(dataset, 256, sampler=...) takes them, and joins single samples"
+            raise InputError(f"batches() chooses the samples itself, and takes no {' or '.join(choosing)}", hint=hint)
         if self.residency == "gpu" and options.get("num_workers"):
             raise InputError(f"num_workers is {options['num_workers']}; rows on {self.device} are read without workers")
         epoch = Epoch(batch_size, shuffle, seed, start, rank, world_size)
         chosen = _positions_of(epoch, len(self))
         # A list of positions is a sampler: workers, pinning and the order of batches are PyTorch's. Its generator is
         # its own: otherwise each epoch, and each that is resumed, would draw from that of dropout.
-        options = {"generator": torch.Generator().manual_seed(epoch.seed), **options}
+        options = {"generator": torch.Generator().manual_seed(epoch.seed % 2**63), **options}
         return DataLoader(self, batch_size=None, sampler=chosen, **options)
 
 
@@ -232,16 +236,21 @@ def _positions_of(epoch: Epoch, samples: int) -> list[NDArray[np.int64]]:
     return [own[first : first + epoch.batch_size] for first in starts[epoch.start :]]
 
 
-def _copied(target: Any) -> Tensor:
-    # `torch.as_tensor` warns of an array that cannot be written, such as that of a picture.
-    return target if isinstance(target, Tensor) else torch.tensor(target)
+def _target_of(row: int, target: Any) -> Tensor:
+    try:  # `torch.as_tensor` warns of an array that cannot be written, such as that of a picture
+        return target if isinstance(target, Tensor) else torch.tensor(target)
+    except (TypeError, ValueError, RuntimeError) as error:
+        message = f"the target of row {row} cannot be converted to a tensor: {first_line(error)}"
+        raise InputError(message, hint="return a number, a tensor, or a contiguous array of numbers") from error
 
 
 def _one_per_row(targets: Any, count: int) -> Tensor:
-    """Return targets as a tensor, of which nothing is copied if they are an array or a tensor."""
+    """Return targets as a tensor, of which nothing is copied if they are an array or a tensor in memory."""
+    if isinstance(targets, np.ma.MaskedArray) and np.ma.is_masked(targets):
+        raise InputError("targets have masked values, of which a tensor has none", hint="fill them: targets.filled(-1)")
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # of arrays that cannot be written
-            values = torch.as_tensor(targets if isinstance(targets, Tensor) else np.asarray(targets)).detach()
+            values = torch.as_tensor(targets if isinstance(targets, Tensor) else np.asarray(targets)).detach().cpu()
     except (TypeError, ValueError) as error:
         raise InputError(
             f"targets cannot be converted to a tensor: {first_line(error)}",

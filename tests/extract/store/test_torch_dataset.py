@@ -126,6 +126,18 @@ def test_a_function_gives_the_targets_of_rows_when_they_are_read(plain: FeatureR
         InputError, match=r"target of row 22 has the shape \(2, 2\); expected \(2, 1\), as in its batch"
     ):
         dataset[[3, -1]]
+    for target in (None, "cat", np.zeros((2, 3))[:, ::-1]):
+        dataset = plain.dataset("vector", targets=lambda row, target=target: target, residency=place)
+        with pytest.raises(InputError, match=f"the target of row {GOOD[3]} cannot be converted to a tensor: "):
+            dataset[3]
+
+
+def test_a_pass_takes_any_seed_and_refuses_options_that_choose_samples(plain: FeatureReader) -> None:
+    dataset = plain.dataset(["map:none", "vector"], targets=TARGETS)
+    assert sorted(chain(*rows_of(dataset.batches(5, shuffle=True, seed=1 << 127, drop_last=False)))) == GOOD.tolist()
+    for name, value in {"sampler": [0], "batch_sampler": [[0]], "drop_last": True}.items():
+        with pytest.raises(InputError, match=f"batches.. chooses the samples itself, and takes no {name}; DataLoader"):
+            dataset.batches(5, **{name: value})
 
 
 def test_targets_that_are_not_one_per_row_of_the_reader_are_refused(plain: FeatureReader) -> None:
@@ -134,6 +146,8 @@ def test_targets_that_are_not_one_per_row_of_the_reader_are_refused(plain: Featu
     for targets in (["cat"] * ROWS, [[1], [2, 3]]):
         with pytest.raises(InputError, match="targets cannot be converted to a tensor: .*; give an array of numbers"):
             plain.dataset("vector", targets=targets)
+    with pytest.raises(InputError, match="targets have masked values"):
+        plain.dataset("vector", targets=np.ma.masked_less(TARGETS, 3))
     tensors = plain.dataset("vector", targets=torch.linspace(0, 1, ROWS, requires_grad=True))
     assert tensors[[0, 5]][1].tolist() == torch.linspace(0, 1, ROWS)[GOOD[[0, 5]]].tolist()
 
