@@ -150,12 +150,13 @@ def _folder_for(config: ProbeConfig, layers: list[tuple[str, str]]) -> Path:
     """Return the folder of the results, after a check that it has no other files of their names.
 
     Without `config.results`, it is OUT/probe/similarity, or similarity-2 and so on: the first without results of other
-    layers.
+    layers. With images left out, it is OUT/probe/similarity-without: the table does not tell which they are.
     """
-    folder = config.results or folder_of_results(config, "similarity")
+    name = "similarity" if config.without is None else "similarity-without"
+    folder = config.results or folder_of_results(config, name)
     number = 2
     while config.results is None and _layers_in(folder / _TABLE) not in ([], layers):
-        folder, number = folder.with_name(f"similarity-{number}"), number + 1
+        folder, number = folder.with_name(f"{name}-{number}"), number + 1
     names = (_TABLE, f"similarity.{config.format}")
     other = next((folder / name for name in names if (folder / name).exists()), None)
     if other is not None and not holds_columns(folder / _TABLE, _HEAD):

@@ -560,9 +560,11 @@ def test_layers_of_ten_images_without_labels_are_compared(stimuli: Path, tmp_pat
     assert sorted(path.name for path in folder.parent.iterdir()) == ["similarity", "similarity-2"]
     assert len((folder.parent / "similarity-2" / "similarity.csv").read_text().splitlines()) == 2
     assert (folder / "similarity.csv").read_bytes() == before
-    (folder / "two.txt").write_text("00.png\n01.png\n")
-    fewer = succeeds("probe", stimuli / "out", "--similarity", "--without", folder / "two.txt", "-o", tmp_path / "res")
+    (tmp_path / "two.txt").write_text("00.png\n01.png\n")
+    fewer = succeeds("probe", stimuli / "out", "--similarity", "--without", tmp_path / "two.txt")
     assert "similarity on 8 images" in fewer.stdout
+    assert (folder.parent / "similarity-without" / "similarity.csv").exists()
+    assert (folder / "similarity.csv").read_bytes() == before  # results of all images
 
 
 def test_an_export_of_dissimilarities_takes_a_metric_and_tells_of_failed_images(stimuli: Path) -> None:
