@@ -14,6 +14,7 @@ import contextlib
 import functools
 import json
 import os
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -119,8 +120,8 @@ class FeatureWriter:
         out = os.fspath(out)
         if is_url(out):
             raise InputError(f"{out}: from Python, features are written to a folder", hint="copy the finished folder")
-        if shard_rows is not None and shard_rows < 1:
-            raise InputError(f"shard_rows is {shard_rows}; it must be at least 1")
+        if shard_rows is not None and (not isinstance(shard_rows, int | np.integer) or shard_rows < 1):
+            raise InputError(f"shard_rows is {shard_rows!r}; expected a whole number, at least 1")
         if compress is not None and compress not in COMPRESSIONS:
             raise unknown_name("compression", compress, COMPRESSIONS)
         need_libraries(compress)
@@ -132,7 +133,7 @@ class FeatureWriter:
         if same := self._images.columns.keys() & layers.keys():
             raise InputError(f"layer {min(same)!r}: a column has this name", hint="rename one of them")
         existing = DataSet.open(Path(out)) if (Path(out) / "dataset.json").exists() else None
-        rows = shard_rows or (existing.shard_rows if existing else shard_rows_for(features))
+        rows = int(shard_rows or (existing.shard_rows if existing else shard_rows_for(features)))
         self._dataset = DataSet(
             Path(out),
             {
@@ -159,9 +160,16 @@ class FeatureWriter:
         self._elsewhere: set[int] = set()  # shards that other processes fill
         self._publishing: deque[Future[Path | None]] = deque()
         self._opened: contextlib.ExitStack | None = None
+        self._lock = threading.RLock()  # several threads may write
 
     def __enter__(self) -> Self:
         out = self._dataset.out
+        if self._opened is not None:
+            raise LayertapError(f"{out} is open already", hint="use another FeatureWriter")
+        self._stored[:] = self._given[:] = False
+        for earlier in (self._open, self._elsewhere, self._publishing):
+            earlier.clear()
+        self._process = os.getpid()
         self._place = SharedFolder(out)
         self._place.open_or_create(self._dataset)
         with contextlib.ExitStack() as opened:
@@ -195,7 +203,7 @@ class FeatureWriter:
     @property
     def unfinished(self) -> list[str]:
         """Ids of the rows whose shards are not published, in their order; a few of them may be stored already."""
-        published = set(self._place.published().tolist()) if self._opened else set()
+        published = {shard for shard, _, part, _ in self._dataset.files() if not part}
         shards = (shard for shard in range(self._dataset.n_shards) if shard not in published)
         return [id for shard in shards for id in self._images.paths[self._rows(shard)]]
 
@@ -213,7 +221,8 @@ class FeatureWriter:
         for batch in loader:
             rows = self._rows_of(_ids_of(batch) if ids_of is None else ids_of(batch))
             shards = rows // self._dataset.shard_rows
-            is_taken = {shard: self._take(shard) for shard in np.unique(shards).tolist()}
+            with self._lock:
+                is_taken = {shard: self._take(shard) for shard in np.unique(shards).tolist()}
             if any(is_taken[shard] and not self._stored[row] for row, shard in zip(rows, shards.tolist(), strict=True)):
                 yield batch
 
@@ -235,14 +244,15 @@ class FeatureWriter:
         rows = self._rows_of(ids)
         if len(rows):
             values = {each.name: _values(each, features, ids) for each in self._dataset.features}
-            self._store(rows, values, Status.OK, "")
+            with self._lock:
+                self._store(rows, values, Status.OK, "")
 
-    def fail(self, ids: Sequence[str], reason: str, status: Status = Status.DECODE_ERROR) -> None:
+    def fail(self, ids: Sequence[str], reason: object, status: Status = Status.DECODE_ERROR) -> None:
         """Store rows that have no values: NaN, a status, and why.
 
         Args:
             ids: (R,) ids of the rows.
-            reason: for `FeatureReader.failures`.
+            reason: for `FeatureReader.failures`: text, or an exception.
             status: `Status.DECODE_ERROR`, `MISSING` or `IO_ERROR`.
 
         Raises:
@@ -251,7 +261,8 @@ class FeatureWriter:
         """
         if status not in _FAILURES:
             raise InputError(f"status {status!r}: expected {', '.join(each.name for each in _FAILURES)}")
-        self._store(self._rows_of(ids), {}, status, reason)
+        with self._lock:
+            self._store(self._rows_of(ids), {}, status, str(reason).encode(errors="backslashreplace").decode())
 
     def _store(self, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]], status: Status, reason: str) -> None:
         order = np.argsort(rows, kind="stable")
@@ -288,7 +299,8 @@ class FeatureWriter:
         return slice(rows.start, rows.stop)
 
     def _rows_of(self, ids: Sequence[str]) -> NDArray[np.int64]:
-        rows = [self._row.get(id) for id in ids]
+        ids = list(ids)
+        rows = [self._row.get(id) if isinstance(id, str) else None for id in ids]
         if None in rows:
             raise InputError(f"id {ids[rows.index(None)]!r} is not one of the {len(self._row):,} ids of this writer")
         return np.array(rows, np.int64)
@@ -297,6 +309,10 @@ class FeatureWriter:
         """Open a shard, unless it is finished or another process fills it; return whether this writer fills it."""
         if self._opened is None:
             raise LayertapError(f"{self._dataset.out} is not open", hint="use `with FeatureWriter(...) as writer:`")
+        if self._process != os.getpid():
+            raise LayertapError(
+                f"{self._dataset.out} was opened by another process", hint="open a FeatureWriter in each process"
+            )
         its_rows = self._rows(number)
         if number in self._open or number in self._elsewhere or self._stored[its_rows].all():
             return number in self._open
@@ -365,11 +381,12 @@ class FeatureWriter:
         """
         self._wait(0)
         self._place.clean()  # what killed processes left of shards that are published now
-        published = self._place.published()
-        for shard in self._elsewhere.copy():  # those that are locked still are another process's
-            if shard not in published and self._is_free(shard):
+        published = set(self._place.published().tolist())
+        for shard in self._elsewhere - published:  # those that are locked still are another process's
+            if self._is_free(shard):
                 self._elsewhere.remove(shard)
-        for shard in {*published.tolist(), *self._elsewhere}:
+        finished = published | self._elsewhere
+        for shard in finished:
             self._stored[self._rows(shard)] = True
         missing = np.flatnonzero(~self._stored)
         if len(missing):
@@ -378,6 +395,11 @@ class FeatureWriter:
                 f"{self._dataset.out}: {len(missing):,} of {len(self._stored):,} ids have no row: {named}"
                 + (", ..." if len(missing) > _NAMED else ""),
                 hint="their shards are unfinished; run the same loop again to write them, stored rows are kept",
+            )
+        if left := set(range(self._dataset.n_shards)) - finished:  # after an error that the program has caught
+            raise LayertapError(
+                f"{self._dataset.out}: shard {min(left)} could not be published",
+                hint="run the same loop again, stored rows are kept",
             )
 
     def _is_free(self, shard: int) -> bool:
@@ -396,21 +418,22 @@ def _images(
     for position, id in enumerate(ids):
         if not isinstance(id, str) or not id or "\0" in id:
             raise InputError(f"ids[{position}] is {id!r}; expected text that is not empty, without null characters")
-    try:
-        os.fsencode("".join(ids))
-    except UnicodeEncodeError as error:
-        raise InputError(f"ids has {error.object[error.start]!r}, which cannot be encoded") from error
+    _check_texts("ids", ids)
     if not ids:
         raise InputError("ids is empty; expected the id of each row")
     if len(set(ids)) < len(ids):
         raise InputError(f"id {Counter(ids).most_common(1)[0][0]!r} occurs more than once in ids")
     given = {"labels": labels, "splits": splits, **{f"column {name!r}": values for name, values in columns.items()}}
-    lists: dict[str, Any] = {name: [""] * len(ids) if each is None else list(each) for name, each in given.items()}
+    lists: dict[str, Any] = {name: [""] * len(ids) if each is None else _listed(each) for name, each in given.items()}
     for name, values in lists.items():
         if len(values) != len(ids):
             raise InputError(f"{name} has {len(values):,} values for {len(ids):,} ids")
     if wrong := {str(split) for split in lists["splits"]} - {"", *SPLITS}:
         raise InputError(f"splits has {min(wrong)!r}; expected train, val, test or an empty text")
+    for position, label in enumerate(lists["labels"]):
+        if not isinstance(label, str | int | np.integer | None):
+            raise InputError(f"labels[{position}] is {label!r}; expected text, a whole number or None")
+    _check_texts("labels", [label for label in lists["labels"] if isinstance(label, str)])
     numbers, classes = labels_from_values(lists["labels"])
     chosen_columns("columns", columns, {name.lower(): name for name in columns})
     kept = {name: _column(name, lists[f"column {name!r}"]) for name in columns}
@@ -418,13 +441,35 @@ def _images(
     return Images(_ROOT, ids, numbers, classes, named, _NoImages(), columns=kept)
 
 
+def _listed(values: Iterable[Any]) -> list[Any]:
+    """Return one value for each id; those of a tensor as numbers."""
+    return list(values.tolist() if isinstance(values, torch.Tensor | np.ndarray) else values)
+
+
+def _check_texts(what: str, texts: Iterable[str]) -> None:
+    """Check that texts can be stored; raises `InputError`."""
+    text = "".join(texts)
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise InputError(f"{what} has {text[error.start]!r}, which cannot be encoded") from error
+    if "\0" in text:
+        raise InputError(f"{what} has a null character")
+
+
 def _column(name: str, values: list[Any]) -> Column:
     """Return a column to keep: int64, float64 or text."""
     if all(isinstance(value, str) for value in values):
+        _check_texts(f"column {name!r}", values)
         return text_column("columns", name, values, "row {}".format)
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (ValueError, RuntimeError):  # lists of several lengths; tensors
+        array = np.asarray(None)
     if array.ndim != 1 or array.dtype.kind not in "biuf":
         raise InputError(f"column {name!r} has values of {array.dtype}; expected one text or number for each id")
+    if large := [each for each in values if isinstance(each, int | np.integer) and each > np.iinfo(np.int64).max]:
+        raise InputError(f"column {name!r} has {large[0]}, which int64 cannot hold", hint="keep it as text")
     return array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
 
 
@@ -435,10 +480,11 @@ def _feature(name: str, layer: tuple[Any, Any]) -> StoredFeature:
     shape, dtype = layer
     if not isinstance(name, str) or name in ("", ".") or {"/", "\0"} & set(name):
         raise InputError(f"layer {name!r}: a name is text without / and null characters", hint="rename the layer")
+    _check_texts("the name of a layer", name)
     kind = str(dtype).removeprefix("torch.") if isinstance(dtype, str | torch.dtype) else np.dtype(dtype).name
     if kind not in STORED_TYPES:
         raise unknown_name("dtype", kind, STORED_TYPES, f"layer {name!r}")
-    sides = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+    sides = tuple(shape) if isinstance(shape, Iterable) else (shape,)
     if not all(isinstance(side, int | np.integer) and side > 0 for side in sides):
         raise InputError(f"layer {name!r} has shape {shape!r}; expected the positive sides of one row, such as (384,)")
     return StoredFeature(name, tuple(map(int, sides)), kind, {"layer": name})
@@ -447,11 +493,13 @@ def _feature(name: str, layer: tuple[Any, Any]) -> StoredFeature:
 def _json_of(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Return the identity as it is read back from JSON."""
     try:
-        content: dict[str, Any] = json.loads(json.dumps(dict(identity), allow_nan=False))
+        text = json.dumps(dict(identity), allow_nan=False, ensure_ascii=False)
+        content: dict[str, Any] = json.loads(text)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"identity cannot be written as JSON: {first_line(error)}", hint="use texts, numbers, lists and dicts"
         ) from error
+    _check_texts("identity", text)
     if not content:
         raise InputError(
             "identity is empty", hint='say what makes the rows, such as {"model": "NAME", "revision": "1"}'
@@ -481,9 +529,11 @@ def _values(feature: StoredFeature, features: Mapping[str, Any], ids: Sequence[s
     if isinstance(given, torch.Tensor):
         given = given.detach().cpu()
         given = given.float() if given.dtype == torch.bfloat16 else given
+    if np.ma.is_masked(given):
+        raise InputError(f"{where}: some values are masked", hint="fill them, for example with NaN")
     try:
         values = np.asarray(given)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"{where}: the values are no array: {first_line(error)}") from error
     wanted, dtype = (len(ids), *feature.shape), np.dtype(feature.value_dtype)
     fits = values.dtype.kind == "f" if dtype.kind == "f" else np.can_cast(values.dtype, dtype)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from extract.errors import InputError, LayertapError
+from extract.images.datasets import is_in_memory
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.places.destination import destination_of
@@ -142,4 +143,5 @@ def print_progress(content: dict[str, Any], echo: Callable[[str], None]) -> None
     if content["writer"]:
         echo(f"a run is writing: {content['writer']}")
     elif done < rows:
-        echo("to resume, run `layertap embed` with the same arguments again")
+        command = "the same program" if is_in_memory(content["images"]) else "`layertap embed` with the same arguments"
+        echo(f"to resume, run {command} again")

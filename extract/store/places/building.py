@@ -42,7 +42,8 @@ class Building(contextlib.ExitStack):
         super().__init__()
         self._dataset, self._place = dataset, place
         self._base = Path(tempfile.gettempdir()) if scratch is None else scratch
-        content = "\0".join([os.path.abspath(dataset.out), dataset.fingerprint, dataset.images["paths_xxh3"]])  # noqa: PTH100
+        where = os.path.relpath(dataset.out, self._base)  # that of a folder in the data set stays when both are moved
+        content = "\0".join([where, dataset.fingerprint, dataset.images["paths_xxh3"]])
         self._name = f"layertap-{os.getuid()}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
         self.callback(self._remove_published)
         self._remove_published()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from torch import nn
 
 from extract import FeatureReader, FeatureWriter, InputError, LayertapError, Status, Taps
 from extract.store.export import export
+from extract.store.format.writer import ShardWriter
 from extract.store.merge import merge
 from extract.store.verify import repair, verify
 from pipelines.cli import main
@@ -105,6 +108,14 @@ def test_a_reader_has_layers_labels_splits_and_columns(tmp_path: Path) -> None:
         assert len({bytes(each) for each in reader.column("source_hash")}) == COUNT
 
 
+def test_labels_of_a_tensor_are_numbers_of_classes(tmp_path: Path) -> None:
+    numbers = torch.arange(COUNT) % 3
+    loop(tmp_path / "out", labels=numbers, columns={"age": numbers.float().requires_grad_()}, shard_rows=np.int64(16))
+    with FeatureReader(tmp_path / "out") as reader:
+        assert (reader.classes, reader.labels.tolist()) == (["0", "1", "2"], numbers.tolist())
+        assert reader.columns["age"].tolist() == numbers.tolist()
+
+
 def test_types_are_those_of_the_layers(tmp_path: Path) -> None:
     layers = {"bf": (6, torch.bfloat16), "half": (6, "float16"), "small": (6, "int8"), "whole": ((), torch.int64)}
     exact = torch.from_numpy(VECTORS).bfloat16()
@@ -156,14 +167,14 @@ def test_rows_without_values_and_values_that_are_not_finite_have_a_status(tmp_pa
         good = [row for row in range(COUNT) if row not in (7, 8)]
         writer.write([IDS[row] for row in good], {"vector": vectors[good], "map": maps[good]})
         writer.fail([IDS[7]], "empty text")
-        writer.fail([IDS[8]], "gone", Status.MISSING)
+        writer.fail([IDS[8]], ValueError("gone \ud800"), Status.MISSING)
         with pytest.raises(InputError, match="DECODE_ERROR, MISSING, IO_ERROR"):
             writer.fail([IDS[9]], "fine", Status.OK)
     with FeatureReader(tmp_path / "out") as reader:
         failures = [(row, status, reason) for row, _, status, reason in reader.failures]
         assert failures == [
             (3, "not finite", "vector has NaN or infinite values"), (7, "decode error", "empty text"),
-            (8, "missing", "gone"),
+            (8, "missing", "gone \\ud800"),
             (20, "not finite", "map has NaN or infinite values; the largest float16 is 65504, use float32"),
         ]  # fmt: skip
         assert np.isnan(reader["vector"][7]).all()
@@ -222,6 +233,7 @@ def test_ids_that_never_came_are_named_and_their_shard_stays_unfinished(tmp_path
     assert [path.stem for path in sorted((out / "shards").glob("*.h5"))] == ["000000", "000002", "000003"]
     with pytest.raises(LayertapError, match="shard 1 of 4"):
         FeatureReader(out)
+    assert "to resume, run the same program again" in layertap("status", out)
     assert loop(out, loader=batches(1)) == [1, 1]
     assert_whole(out)
 
@@ -244,6 +256,14 @@ WRONG: dict[str, tuple[Callable[[FeatureWriter], object], str]] = {
     "whole numbers for floats": (
         lambda w: w.write(IDS[:1], {"vector": np.ones((1, 6), int), "map": MAPS[:1]}), "int64, expected"
     ),
+    "a list of tensors with gradients": (
+        lambda w: w.write(IDS[:1], {"vector": [torch.ones(6, requires_grad=True)], "map": MAPS[:1]}), "no array"
+    ),
+    "masked values": (
+        lambda w: w.write(IDS[:1], {"vector": np.ma.masked_less(VECTORS[:1], 9), "map": MAPS[:1]}), "are masked"
+    ),
+    "ids of a generator": (lambda w: w.fail((id for id in ["z"]), ""), "'z' is not one"),  # type: ignore[arg-type]
+    "a list as id": (lambda w: w.fail([["z"]], ""), "is not one"),  # type: ignore[list-item]
     "text": (lambda w: w.write(IDS[:1], {"vector": [["a"] * 6], "map": MAPS[:1]}), "expected"),
     "ragged lists": (lambda w: w.write(IDS[:2], {"vector": [[1.0], [1.0, 2.0]], "map": MAPS[:2]}), "no array"),
     "a batch without ids": (lambda w: list(w.todo([3])), "batch of type int has no `ids`"),
@@ -277,6 +297,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "a number as id": ({"ids": ["a", 3]}, r"ids\[1\] is 3"),
     "a null character": ({"ids": ["a\0"]}, r"ids\[0\]"),
     "a text that cannot be stored": ({"ids": ["\ud800"]}, "cannot be encoded"),
+    "an identity that cannot be stored": ({"identity": {"model": "\ud800"}}, "identity has '.ud800'"),
+    "a layer that cannot be stored": ({"layers": {"\ud800": (3, "float32")}}, "cannot be encoded"),
     "no layers": ({"layers": {}}, "layers is empty"),
     "no shape": ({"layers": {"v": "float32"}}, "layer 'v' is 'float32'"),
     "no size": ({"layers": {"v": ((0,), "float32")}}, "layer 'v' has shape"),
@@ -285,13 +307,24 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "no identity": ({"identity": {}}, "identity is empty"),
     "an object in the identity": ({"identity": {"model": nn.ReLU()}}, "identity cannot be written as JSON"),
     "too few labels": ({"labels": ["a"]}, "labels has 1 values for 50 ids"),
+    "labels that are missing in a table": ({"labels": ["a", float("nan")] * 25}, r"labels\[1\] is nan"),
+    "labels that are bytes": ({"labels": [b"a"] * COUNT}, r"labels\[0\] is b'a'"),
+    "labels with a null character": ({"labels": ["a\0"] * COUNT}, "labels has a null character"),
     "an unknown split": ({"splits": ["dev"] * COUNT}, "splits has 'dev'"),
     "a short column": ({"columns": {"n": [1]}}, "column 'n' has 1 values"),
     "a column of a data set": ({"columns": {"Label": [1] * COUNT}}, "'Label'"),
     "a column of objects": ({"columns": {"n": [None] * COUNT}}, "column 'n' has values of object"),
+    "a column of lists": ({"columns": {"n": [[1], [1, 2]] * 25}}, "column 'n' has values of object"),
+    "a column of numbers that are too large": (
+        {"columns": {"n": np.full(COUNT, 2**63, "u8")}},
+        "'n' has 92233720368547",
+    ),
+    "a text of a column that cannot be stored": ({"columns": {"n": ["\ud800"] * COUNT}}, "cannot be encoded"),
     "a column with the name of a layer": ({"columns": {"map": [1] * COUNT}}, "layer 'map'"),
     "a URL": ({"out": "s3://bucket/x"}, "written to a folder"),
     "no rows in a shard": ({"shard_rows": 0}, "shard_rows is 0"),
+    "a part of a row": ({"shard_rows": 2.5}, "shard_rows is 2.5"),
+    "no sides": ({"layers": {"v": (None, "float32")}}, "layer 'v' has shape None"),
     "an unknown compression": ({"compress": "zip"}, "zip"),
 }
 
@@ -334,6 +367,21 @@ def test_rows_outside_a_with_block_are_refused(tmp_path: Path) -> None:
         opened(tmp_path / "out").write(IDS[:1], {"vector": VECTORS[:1], "map": MAPS[:1]})
 
 
+def test_a_writer_can_be_opened_again_but_not_twice_at_once(tmp_path: Path) -> None:
+    writer = opened(tmp_path / "out")
+    with pytest.raises(LayertapError, match="47 of 50 ids"), writer:
+        batch = next(batches(3))
+        writer.write(batch.ids, batch.values)
+        with pytest.raises(LayertapError, match="is open already"):
+            writer.__enter__()
+    assert writer.unfinished == IDS
+    with writer:
+        for batch in writer.todo(batches(1)):
+            writer.write(batch.ids, batch.values)
+    assert writer.unfinished == []
+    assert_whole(tmp_path / "out")
+
+
 @pytest.mark.parametrize("compress", ["gzip", "lzf"])
 def test_shards_are_compressed(tmp_path: Path, compress: str) -> None:
     loop(tmp_path / "out", compress=compress)
@@ -357,6 +405,50 @@ def test_a_killed_loop_loses_at_most_the_batch_in_work(tmp_path: Path, batch: in
     done = result_of(lambda: sum(loop(out)))
     assert COUNT - 4 * batch <= done <= COUNT - 4 * max(0, batch - 1)
     assert_whole(out)
+
+
+def test_a_loop_is_resumed_after_its_folder_was_moved(tmp_path: Path) -> None:
+    def fails_at_2(number: int) -> None:
+        if number == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop(tmp_path / "out", fails_at_2)
+    (tmp_path / "out").rename(tmp_path / "moved")
+    assert sum(loop(tmp_path / "moved")) == COUNT - 8
+    assert_whole(tmp_path / "moved")
+
+
+def test_a_shard_that_is_not_published_is_told_although_the_program_has_caught_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(LayertapError, match="shard 0 could not be published"), opened(tmp_path / "out") as writer:
+        with monkeypatch.context() as full, pytest.raises(LayertapError, match="no space"):
+            full.setattr(ShardWriter, "publish", lambda *_: (_ for _ in ()).throw(LayertapError("no space")))
+            writer.write(IDS[:16], {name: values[:16] for name, values in VALUES.items()})
+            writer._wait(0)
+        writer.write(IDS[16:], {name: values[16:] for name, values in VALUES.items()})
+    assert loop(tmp_path / "out") == []
+    assert_whole(tmp_path / "out")
+
+
+def test_several_threads_may_write(tmp_path: Path) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with opened(tmp_path / "out") as writer, ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda batch: writer.write(batch.ids, batch.values), batches(1)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert_whole(tmp_path / "out")
+
+
+def test_a_process_that_was_forked_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path / "out") as writer:
+        values = {name: each[:1] for name, each in VALUES.items()}
+        assert "was opened by another process" in str(result_of(lambda: writer.write(IDS[:1], values)))
+        writer.write(IDS, VALUES)
+    assert_whole(tmp_path / "out")
 
 
 def test_two_processes_share_the_shards(tmp_path: Path) -> None:
