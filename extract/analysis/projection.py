@@ -62,7 +62,8 @@ def tsne(rows: FeatureRows, seed: int = 0) -> NDArray[np.float32]:
     if not np.ptp(vectors, 0).any():
         return np.zeros((len(vectors), 2), np.float32)
     perplexity = min(30.0, max(1.0, (len(vectors) - 1) / 3))
-    estimator = manifold.TSNE(perplexity=perplexity, init="random" if len(vectors) < 4 else "pca", random_state=seed)
+    start = "pca" if len(vectors) > 3 and vectors.shape[1] > 1 else "random"  # rows may be single numbers
+    estimator = manifold.TSNE(perplexity=perplexity, init=start, random_state=seed)
     # t-SNE's threads wait for each other in each of 1,000 steps; on busy cores this takes longer than the computation.
     with library("threadpoolctl", "report", "a t-SNE map").threadpool_limits(1, "openmp"):
         return np.asarray(estimator.fit_transform(vectors), np.float32)

@@ -117,7 +117,8 @@ class FeatureRows:
         sources = tuple(columns) if isinstance(columns, list | tuple) else (columns,)
         sources = tuple(_numpy(source) if isinstance(source, torch.Tensor) else source for source in sources)
         for source in sources:
-            if not hasattr(source, "shape") or len(source.shape) < 2:
+            axes = 1 if hasattr(source, "forget") else 2  # the rows of a feature of a data set may be numbers
+            if not hasattr(source, "shape") or len(source.shape) < axes:
                 shape = getattr(source, "shape", "")
                 raise InputError(f"features are {type(source).__name__} {shape}; expected an array of shape (N, D)")
             if np.dtype(getattr(source, "dtype", np.float32)).kind not in "fiub":

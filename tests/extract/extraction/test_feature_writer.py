@@ -567,6 +567,18 @@ def test_commands_read_the_rows(labelled: Path, tmp_path: Path) -> None:
     assert probed["why_not_probed"] is None
 
 
+def test_layers_of_one_number_are_reported_and_probed(tmp_path: Path) -> None:
+    labels = ["low", "high"] * (COUNT // 2)
+    with opened(tmp_path / "out", layers={"score": ((), "float32"), "mark": (1, "int64")}, labels=labels) as writer:
+        writer.write(IDS, {"score": VECTORS[:, 0], "mark": np.arange(COUNT).reshape(-1, 1) % 2})
+    layertap("report", tmp_path / "out", "-l", "score", "-o", tmp_path / "report.html")
+    mean = re.search(r'"mean": ?([^,]+)', (tmp_path / "report.html").read_text())
+    assert mean
+    assert float(mean[1]) == pytest.approx(VECTORS[:, 0].mean(), abs=1e-4)
+    probed = json.loads(layertap("probe", tmp_path / "out", "-l", "mark", "--json", "-o", tmp_path / "probe"))
+    assert probed["why_not_probed"] is None
+
+
 def test_merge_and_export_read_the_rows(labelled: Path, tmp_path: Path) -> None:
     half = COUNT // 2
     for name, rows in (("a", slice(0, half)), ("b", slice(half, COUNT))):
