@@ -172,6 +172,8 @@ def test_map_and_legend_fit_the_first_screen_and_findings_are_linked(
     view, content = probed_view
     for width, height in ((1920, 1080), (1280, 900)):
         view.set_viewport_size({"width": width, "height": height})
+        view.wait_for_function(f"innerHeight === {height}")
+        view.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         for part in (".map", ".legend", ".panel"):
             box = view.locator(part).bounding_box()
             assert box["height"] > 20
