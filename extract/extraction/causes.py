@@ -62,7 +62,9 @@ class Cause:
 
 
 Models = Iterable[tuple[Cause, nn.Module | None]]  # the model with other weights; None if they cannot be loaded
-Found = tuple[list[Cause], float, str]  # the causes, the largest deviation with them, and what is nearest if none fit
+Explanation = tuple[
+    list[Cause], float, str
+]  # the causes, the largest deviation with them, and what is nearest if none fit
 
 
 def stored_rows(stored: Any, rows: Places) -> Rows:
@@ -98,7 +100,7 @@ class Search:
     tolerance: float
     is_unit: bool = False
 
-    def found(self, models: Models) -> Found:
+    def explain(self, models: Models) -> Explanation:
         """Return the causes with which all rows agree; if something is only near, the causes are facts."""
         count = Cause("order", f"there are {len(self.stored):,} rows for {len(self.images):,} images")
         facts = [count] if len(self.stored) != len(self.images) else []
@@ -174,7 +176,7 @@ class Search:
             best[better], places[better] = cosines.max(1)[better], start + cosines.argmax(1)[better]
         return places
 
-    def _changes(self, there: Places, some: Places, places: Places, found: list[Cause], models: Models) -> Found:
+    def _changes(self, there: Places, some: Places, places: Places, known: list[Cause], models: Models) -> Explanation:
         """Return the changes with which all rows that are there agree, tried on some."""
         plan, source = self.plan, cast(Any, self.plan.images.source)  # many changes are tried on the same pictures
         source.decode = functools.lru_cache(2 * _TRIED)(source.decode)
@@ -210,7 +212,7 @@ class Search:
         if self._how_wrong(given) <= self._how_wrong(apart):  # as of one bad row, which no change of all rows explains
             causes, apart = [], given
         (wrong, remaining), first = self._how_wrong(apart), self._name(there[np.argmax(apart > self.tolerance)])
-        nearest = "; ".join(f"{cause.kind}: {cause.what}" for cause in [*found, *causes]) or "as given"
+        nearest = "; ".join(f"{cause.kind}: {cause.what}" for cause in [*known, *causes]) or "as given"
         rows = f"{wrong} of {len(there)} rows, the first is {first}," if wrong < len(there) else "they"
         as_half = ", as much as half precision or another decoder changes" if remaining <= TOLERANCE["bfloat16"] else ""
         return facts, remaining, f"{nearest}, with which {rows} differ by up to {remaining:.1e}{as_half}"
@@ -219,7 +221,7 @@ class Search:
         """Return how many rows differ, and by how much."""
         return int((apart > self.tolerance).sum()), float(apart.max())
 
-    def _in_training_mode(self) -> Found | None:
+    def _in_training_mode(self) -> Explanation | None:
         """Return in which batches the model ran in training mode, if rows agree with that."""
         model = copy.deepcopy(self.plan.backbone.model)
         norms = [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]

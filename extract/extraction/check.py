@@ -7,7 +7,7 @@ order (`causes.py`), and named only if the rows agree with them, never by likene
     2. order    each computed row is searched among all stored rows; the places tell a shift or another order
     3. files    images that have changed since
     4. weights  those that the data set records, or a second file
-    5. the rest a change at a time (`ways.py`): BGR, normalisation, precision, interpolation, resize and crop, mirror,
+    5. the rest a change at a time (`_mistakes`): BGR, normalisation, precision, interpolation, resize and crop, mirror,
                 EXIF, ICC. Up to three are combined, each the one that brings the rows nearest; then training mode.
 
 Changes are tried on two rows, and confirmed on all.
@@ -293,7 +293,7 @@ def _compared(
     values = np.stack([each.features[name].reshape(-1).astype(np.float64) for each in good])
     plan = replace(plan, images=plan.images.select(np.searchsorted(rows, at).tolist()), engine="eager")
     search = Search(plan, name, stored.values, at, values, _changed(stored, good, apart > tolerance), images, tolerance)
-    causes, remaining, nearest = search.found(_other_models(plan.backbone, stored, other_weights))
+    causes, remaining, nearest = search.explain(_other_models(plan.backbone, stored, other_weights))
     return replace(result, causes=(*causes,), remaining=worst if nearest else remaining, nearest=nearest)
 
 

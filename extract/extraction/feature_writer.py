@@ -462,12 +462,13 @@ def _column(name: str, values: list[Any]) -> Column:
     if all(isinstance(value, str) for value in values):
         _check_texts(f"column {name!r}", values)
         return text_column("columns", name, values, "row {}".format)
+    expected = "expected one text or number for each id"
     try:
         array = np.asarray(values)
-    except (ValueError, RuntimeError):  # lists of several lengths; tensors
-        array = np.asarray(None)
+    except (ValueError, RuntimeError) as error:  # lists of several lengths; tensors
+        raise InputError(f"column {name!r} has values of several lengths, or tensors; {expected}") from error
     if array.ndim != 1 or array.dtype.kind not in "biuf":
-        raise InputError(f"column {name!r} has values of {array.dtype}; expected one text or number for each id")
+        raise InputError(f"column {name!r} has values of {array.dtype}; {expected}")
     if large := [each for each in values if isinstance(each, int | np.integer) and each > np.iinfo(np.int64).max]:
         raise InputError(f"column {name!r} has {large[0]}, which int64 cannot hold", hint="keep it as text")
     return array.astype(np.float64 if array.dtype.kind == "f" else np.int64)

@@ -123,7 +123,7 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
     """
     root = images or dataset_root
     if is_in_memory(root):
-        raise InputError("the images of this data set were in the memory of a program, and are not stored")
+        raise InputError("the rows of this data set came from the memory of a program, and no images are stored")
     if not images and (servers := _servers(root, paths)):
         raise InputError(
             f"the images would be fetched from {servers}, a location that only the data set names",

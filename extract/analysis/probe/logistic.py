@@ -354,7 +354,7 @@ def _minimise(problem: _Problem, strengths: Tensor, fold: Tensor, until_settled:
     active = torch.arange(len(strengths), device=problem.device)
     iterations, settled = torch.zeros_like(active), torch.zeros_like(active)  # settled: small steps in a row
     first, first_loss, done = value, loss, torch.zeros_like(active, dtype=torch.bool)
-    rescaled, turns = torch.full_like(active, -_HISTORY), torch.zeros_like(active)
+    rescaled, changes = torch.full_like(active, -_HISTORY), torch.zeros_like(active)  # of the scales: when, how often
     best, others = torch.empty_like(point), [value.clone(), loss.clone(), iterations.clone(), done.clone()]
     curvature = _Curvature(point)
     for number in range(MAX_ITERATIONS + 1):
@@ -362,18 +362,18 @@ def _minimise(problem: _Problem, strengths: Tensor, fold: Tensor, until_settled:
         slope = (direction * gradient).sum(1, dtype=torch.float64)
         # Compare with the gain too: at a small C, it is a small part of the objective, but decides the predictions.
         promised = _TOLERANCE * torch.minimum(value, (first - value).clamp(min=0))
-        knows_curvature = number - rescaled > _HISTORY // 2
+        knows_curvature = number - rescaled > _HISTORY // 2  # without earlier steps, a short slope tells nothing
         done |= ((-slope <= promised * (number > 0)) & knows_curvature) | (settled >= _SETTLED_STEPS)
-        easy = (turns == 0) & ~done & (loss < _SMALL_LOSS * first_loss) & (number >= _HISTORY)
-        found = (turns == 1) & done & (settled < _SETTLED_STEPS)
-        if bool((turn := easy | found).any()):
-            turns, done = turns + turn.long(), done & ~turn
-            rescaled[turn] = number
-            flatter = problem.scales(strengths[active], is_flat=True)
-            chosen = flatter.where(easy[:, None], problem.scales(strengths[active])).where(turn[:, None], scales)
+        to_flat = (changes == 0) & ~done & (loss < _SMALL_LOSS * first_loss) & (number >= _HISTORY)
+        to_first = (changes == 1) & done & (settled < _SETTLED_STEPS)
+        if bool((changing := to_flat | to_first).any()):
+            changes, done = changes + changing.long(), done & ~changing
+            rescaled[changing] = number
+            flat, start = problem.scales(strengths[active], is_flat=True), problem.scales(strengths[active])
+            chosen = flat.where(to_flat[:, None], start).where(changing[:, None], scales)
             point, gradient, scales = problem.rescaled(point, gradient, scales, chosen)
             all_scales[active] = scales
-            curvature.forget(turn)
+            curvature.forget(changing)
             direction = curvature.direction(gradient)
             slope = (direction * gradient).sum(1, dtype=torch.float64)
         n_done = int(done.sum())
@@ -385,8 +385,8 @@ def _minimise(problem: _Problem, strengths: Tensor, fold: Tensor, until_settled:
                 break
             left = ~done
             curvature.keep(left)
-            active, first, first_loss, settled, iterations, done, rescaled, turns = (
-                tensor[left] for tensor in (active, first, first_loss, settled, iterations, done, rescaled, turns)
+            active, first, first_loss, settled, iterations, done, rescaled, changes = (
+                tensor[left] for tensor in (active, first, first_loss, settled, iterations, done, rescaled, changes)
             )
             scales, penalty, fold, point, value, loss, gradient, direction, slope = (
                 tensor[left] for tensor in (scales, penalty, fold, point, value, loss, gradient, direction, slope)

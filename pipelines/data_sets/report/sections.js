@@ -76,7 +76,7 @@ const addVerdict = () => {
   }
   if (byClass)
     addTile(percent(content.alike.same_class), `of the ${content.alike.k} nearest images have the same class; by chance ${percent(content.alike.by_chance)}`);
-  const odd = oddities(), text = add(part, "p", `Features of ${content.backbone || "a backbone"}. `);
+  const odd = oddities(), text = add(part, "p", content.backbone ? `Features of ${content.backbone}. ` : "Features that a program wrote. ");
   text.append(odd.length ? "Odd: " : `Nothing odd was found: no failures, copies, near-duplicates${labelled ? ", outliers or suspect labels" : " or outliers"}.`);
   odd.forEach(([words, anchor], i) => {
     add(text, "a", words, {href: `#${anchor}`});

@@ -314,7 +314,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "a short column": ({"columns": {"n": [1]}}, "column 'n' has 1 values"),
     "a column of a data set": ({"columns": {"Label": [1] * COUNT}}, "'Label'"),
     "a column of objects": ({"columns": {"n": [None] * COUNT}}, "column 'n' has values of object"),
-    "a column of lists": ({"columns": {"n": [[1], [1, 2]] * 25}}, "column 'n' has values of object"),
+    "a column of lists": ({"columns": {"n": [[1], [1, 2]] * 25}}, "column 'n' has values of several lengths"),
     "a column of numbers that are too large": (
         {"columns": {"n": np.full(COUNT, 2**63, "u8")}},
         "'n' has 92233720368547",
@@ -562,7 +562,7 @@ def test_commands_read_the_rows(labelled: Path, tmp_path: Path) -> None:
     assert found["results"][0]["path"] == IDS[nearest]
     page = tmp_path / "report.html"
     layertap("report", labelled, "-l", "vector", "-o", page)
-    assert "were in the memory of a program" in page.read_text()
+    assert "came from the memory of a program" in page.read_text()
     probed = json.loads(layertap("probe", labelled, "-l", "vector", "--json", "-o", tmp_path / "probe"))
     assert probed["why_not_probed"] is None
 

@@ -348,7 +348,7 @@ def test_images_of_hugging_face_are_found_again(
     for where, message in (
         ("hfds://someone/photos", "a location that only the data set names"),
         (f"hfds://{tmp_path}/remote", "a location that only the data set names"),
-        ("memory:list", "were in the memory of a program"),
+        ("memory:list", "came from the memory of a program"),
     ):
         with pytest.raises(InputError, match=message):
             listed_again(where, ["05"])
