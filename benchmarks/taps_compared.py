@@ -652,12 +652,12 @@ def attempts(library: type, task: Task) -> list[Attempt]:
 
 
 def cell(results: list[Attempt]) -> str:
-    """The shortest right code, as the table shows it; or what came instead."""
+    """The lines of the shortest right code, as the table shows them; or what came instead."""
     right = [result for result in results if result.outcome == "right"]
     if not right:
         return results[0].outcome if results else "not offered"
     best = min(right, key=lambda result: result.lines)
-    return f"{best.lines} {'line' if best.lines == 1 else 'lines'}" + ("" if len(right) == len(results) else " *")
+    return str(best.lines) + ("" if len(right) == len(results) else " *")
 
 
 def run_in_process(library: str) -> dict[str, list[Attempt]]:
@@ -689,7 +689,7 @@ def main(names: list[str]) -> None:
     versions = [f"{name} {version(LIBRARIES[name])}" for name in results]
     print(", ".join(dict.fromkeys(["torch " + torch.__version__, "timm " + timm.__version__, *versions])))
     print()
-    print("| " + " | ".join(["task", *results]) + " |")
+    print("| " + " | ".join(["task: lines of code", *results]) + " |")
     print("|---" * (1 + len(results)) + "|")
     for title in titles:
         print("| " + " | ".join([title, *(cell(results[name][title]) for name in results)]) + " |")
