@@ -84,10 +84,10 @@ def page(about: dict[str, Any], results: list[Result]) -> str:
         "",
         "## What was compared",
         "",
-        "| what | compared | wrong | equal up to rounding |",
-        "|---|---|---|---|",
+        "| what | compared | equal up to rounding |",
+        "|---|---|---|",
         *(
-            f"| {text} | {numbers[kind]:,} | {wrong[kind]:,} | {numbers[f'rounded {kind}']:,} |"
+            f"| {text} | {numbers[kind]:,} | {numbers[f'rounded {kind}']:,} |"
             for kind, text in COMPARED.items()
         ),
         "",
