@@ -334,7 +334,7 @@ def test_the_example_of_diagnosis_inspects_ablates_and_explains(run: Any) -> Non
 
 
 @pytest.mark.slow
-def test_the_example_of_an_own_network_explains_three_modules() -> None:
+def test_the_example_of_an_own_network_explains_two_modules() -> None:
     torch.manual_seed(0)
     found: dict[str, Any] = {}
     exec(examples("docs/guides/inside-a-network.md")[0], found)
