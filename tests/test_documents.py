@@ -318,15 +318,14 @@ def test_the_example_of_diagnosis_inspects_ablates_and_explains(run: Any) -> Non
         net(pictures).sum().backward()
         looks.append(True)
 
-    given = {
-        "model": net, "backbone": backbone, "pixels": pixels, "train": train, "F": torch.nn.functional,
-        "SummaryWriter": tensorboard.SummaryWriter,
-    }  # fmt: skip
+    given = {"model": net, "backbone": backbone, "pixels": pixels, "train": train, "F": torch.nn.functional}
     _, code = examples("docs/guides/inside-a-network.md")
     of_backbone = code.replace("ablation(backbone, batches", "ablation(backbone, inputs")
     given["inputs"] = [(backbone.preprocessing.to_input(pixels), None)]
     found: dict[str, Any] = {}
-    exec(of_backbone, given | batches, found)
+    with contextlib.ExitStack() as opened:  # a writer that is left open would write when its folder is gone
+        given["SummaryWriter"] = lambda folder: opened.enter_context(tensorboard.SummaryWriter(folder))
+        exec(of_backbone, given | batches, found)
     assert found["inspection"].images == 4
     assert len(found["effects"]) == 7
     assert found["cam"].shape == (2, 7, 7)
