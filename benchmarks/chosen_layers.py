@@ -34,8 +34,10 @@ def probed(protocol: str, n_classes: int, rows: int, layers: int, seed: int) -> 
     """Return the probes of layers of noise on one draw of the labels."""
     rng = np.random.default_rng(seed)
     # Independent: of a fixed number of each class, the most frequent one in training would be rare in the test rows.
-    labels = rng.integers(n_classes, size=rows)
     test = np.arange(rows) < round(TESTED * rows)
+    labels = rng.integers(n_classes, size=rows)
+    while np.bincount(labels[~test], minlength=n_classes).min() < 2:  # few-shot refuses them
+        labels = rng.integers(n_classes, size=rows)
     results: list[ProbeResult] = []
     for _ in range(layers):
         x = rng.standard_normal((rows, COLUMNS)).astype(np.float32)
