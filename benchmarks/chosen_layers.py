@@ -63,9 +63,10 @@ def main() -> None:
     arguments.add_argument("--draws", type=int, default=100, help="of the labels")
     arguments.add_argument("--layers", type=int, default=52, help="probed for each draw")
     arguments.add_argument("--rows", type=int, nargs="+", default=[50, 200, 500, 2000])
+    arguments.add_argument("--classes", type=int, nargs="+", default=[2, 10])
     given = arguments.parse_args()
     cells: list[dict[str, Any]] = []
-    for protocol, rows, n_classes in itertools.product(given.protocol, given.rows, (2, 10)):
+    for protocol, rows, n_classes in itertools.product(given.protocol, given.rows, given.classes):
         pools = [probed(protocol, n_classes, rows, given.layers, seed) for seed in range(given.draws)]
         rng = np.random.default_rng(0)
         for layers in (1, 12):
