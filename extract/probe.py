@@ -2,6 +2,7 @@
 
 from extract.analysis.dense import DEPTH, SEGMENTATION, depth_probe, segmentation_probe
 from extract.analysis.probe import PROTOCOLS, LinearProbe, ProbeResult, linear_probe
+from extract.analysis.rsa import RdmComparison, compare_rdms, odd_one_out
 from extract.analysis.similarity import (
     MOST_COLUMNS,
     Alikeness,
@@ -14,6 +15,6 @@ from extract.analysis.similarity import (
 
 __all__ = [
     "DEPTH", "MOST_COLUMNS", "PROTOCOLS", "SEGMENTATION", "Alikeness", "FeatureSimilarity", "LinearProbe",
-    "ProbeResult", "alikeness", "depth_probe", "feature_similarity", "linear_cka", "linear_probe", "rsa",
-    "segmentation_probe",
+    "ProbeResult", "RdmComparison", "alikeness", "compare_rdms", "depth_probe", "feature_similarity", "linear_cka",
+    "linear_probe", "odd_one_out", "rsa", "segmentation_probe",
 ]  # fmt: skip

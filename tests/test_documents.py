@@ -230,6 +230,13 @@ def test_the_probe_example_probes(run: Any) -> None:
     assert len(found["result"].curve) == 45
 
 
+def test_the_example_of_brains_compares_a_layer_with_subjects(run: Any) -> None:
+    pairs = np.random.default_rng(0).random((3, 55))
+    found, _ = run("docs/guides/brains.md", subjects=pairs)
+    cosines = pairs @ found["rdm"] / np.linalg.norm(pairs, axis=1) / np.linalg.norm(found["rdm"])
+    np.testing.assert_allclose(found["found"].mean, [cosines.mean()])
+
+
 def test_the_example_of_comparing_features_compares(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "draw", lambda outcome, folder: [])
     found, _ = run("docs/guides/compare.md")

@@ -104,8 +104,7 @@ def _same_images(features: Sequence[Source | FeatureRows]) -> list[FeatureRows]:
     if any(map(_is_dissimilarity_matrix, rows)):
         raise InputError(
             "expected features (N, D), got the dissimilarity matrix (N, N) of images",
-            hint="compare two matrices by scipy.stats.spearmanr(one[pairs], other[pairs]), with "
-            "pairs = np.triu_indices(N, 1); reader.rdm(layer) is that of a layer",
+            hint="compare matrices by layertap.probe.compare_rdms; reader.rdm(layer) is that of a layer",
         )
     return rows
 

@@ -487,7 +487,7 @@ class FeatureReader:
             good &= np.array(self.splits) == split
         return np.flatnonzero(good)
 
-    def rdm(self, layer: str, metric: str = "correlation") -> NDArray[np.float64]:
+    def rdm(self, layer: str, metric: str = "correlation", *, condensed: bool = False) -> NDArray[np.float64]:
         """Return the representational dissimilarity matrix (RDM) of a layer: (N, N) float64, in the order of the rows.
 
         Rows and columns of images without features are NaN.
@@ -496,6 +496,7 @@ class FeatureReader:
             layer: name of a feature; features of several axes are flattened.
             metric: "correlation": 1 - Pearson's r of two images; "cosine": 1 - their cosine; "euclidean": their
                 distance. NaN where it is not defined.
+            condensed: return (N (N - 1) / 2,), the pairs in the order of `np.triu_indices(N, 1)`.
 
         Raises:
             UnknownNameError: no such layer or metric.
@@ -511,7 +512,7 @@ class FeatureReader:
         matrix = np.full((len(self), len(self)), np.nan)
         if len(good):
             matrix[np.ix_(good, good)] = dissimilarities(self[layer][good].reshape(len(good), -1), metric)
-        return matrix
+        return matrix[np.triu_indices(len(self), 1)] if condensed else matrix
 
     def without(self, table: Any, on_note: Callable[[str], None] = lambda note: None) -> FeatureReader:
         """Return a reader of the rows whose images are not named in a table, such as that of `layertap findings`.

@@ -33,6 +33,7 @@ _PATH = click.Path(path_type=Path)
     {
         "layers": "LAYER", "labels": "FILE[:COLUMN]", "masks": "FOLDER|FILE[:COLUMN]", "class_names": "FILE.csv",
         "depth": "FOLDER|FILE[:COLUMN]", "without": "FILE", "results": "FOLDER", "save": "FILE.safetensors",
+        "rdm": "FILE", "triplets": "FILE", "stimuli": "FILE.csv[:COLUMN]",
     },
     leave_out=("out", "ignore_label"),
 )  # fmt: skip
@@ -53,6 +54,7 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
     layertap probe outputs/photos --similarity                   # layers against each other; needs no labels
     layertap probe outputs/tokens -p segmentation --masks masks
     layertap probe outputs/tokens -p depth --depth depth-maps
+    layertap probe outputs/stimuli -p rsa --rdm subjects.npz     # layers against brains or behaviour
     """
     library("matplotlib", "figures", "layertap probe")
     from pipelines.probe import report
@@ -64,6 +66,13 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
 
         similarity, files = compare_layers(resolved, say)
         print_result(similarity, as_json, LayerSimilarity.as_json, LayerSimilarity.print_text)
+        _print_written(files, as_json)
+        return
+    if resolved.protocol == "rsa":
+        from pipelines.probe.rsa import RsaRun, compare_with_rdms
+
+        run, files = compare_with_rdms(resolved, say)
+        print_result(run, as_json, RsaRun.as_json, RsaRun.print_text)
         _print_written(files, as_json)
         return
     outcome, files = report.probe_and_write(resolved, say)

@@ -16,6 +16,7 @@ __all__ = ["LinearIsClip", "ProbeConfig"]
 
 T = TypeVar("T")
 _OF_SIMILARITY = {"out", "layers", "without", "seed", "similarity", "format", "results", "device", "max_memory_mb"}
+_OF_RSA = _OF_SIMILARITY - {"similarity"} | {"protocol", "rdm", "triplets", "stimuli", "compare"}
 # Results name the protocol of the literature.
 LinearIsClip = Annotated[T, BeforeValidator(lambda name: "clip" if name == "linear" else name)]
 
@@ -33,7 +34,7 @@ class ProbeConfig(BaseModel):
     )
     protocol: LinearIsClip[Literal[
         "linear", "clip", "simclr", "dinov2-logreg", "knn", "centroid", "fewshot", "ridge", "segmentation",
-        "segmentation-knn", "depth",
+        "segmentation-knn", "depth", "rsa",
     ]] = Field(
         "clip", description="Classifier or regression, and how its hyperparameter is chosen; linear, the usual one, is "
         "clip.",
@@ -60,6 +61,22 @@ class ProbeConfig(BaseModel):
     )
     max_depth: float | None = Field(
         None, gt=0, description="Larger depths are left out, in the unit of the files. [default: none]"
+    )
+    rdm: str | None = Field(
+        None,
+        description="For rsa: .npy, .npz, .h5:NAME, .mat or .csv of dissimilarities of images, (N, N) or condensed, or "
+        "of subjects x either.",
+    )
+    triplets: str | None = Field(
+        None, description="For rsa: .npy, .csv or .txt of odd-one-out choices, three images each, the odd one last."
+    )
+    stimuli: Annotated[str | None, RARE] = Field(
+        None,
+        description="FILE.csv[:COLUMN] of images in the order of --rdm, and of numbers in --triplets; column `path` "
+        "if omitted. [default: the names in the file of --rdm, or the rows of the data set]",
+    )
+    compare: Literal["spearman", "kendall", "cosine", "whitened"] | None = Field(
+        None, description="For rsa: how dissimilarities are compared. [default: spearman]"
     )
     multilabel: bool = Field(False, description="Images have any number of labels, separated by |.")
     test_fraction: float | None = Field(
@@ -101,6 +118,9 @@ class ProbeConfig(BaseModel):
         if self.multilabel and self.protocol == "ridge":
             raise ValueError("--multilabel: ridge predicts numbers, not labels")
         self._check_only("segmentation", ("masks", "class_names", "ignore_label"))
+        self._check_only("rsa", ("rdm", "triplets", "stimuli", "compare"))
+        if self.task == "rsa":
+            self._check_rsa()
         self._check_only("depth", ("depth", "max_depth"))
         if not self.is_dense:
             return self
@@ -111,6 +131,12 @@ class ProbeConfig(BaseModel):
                 raise ValueError(f"--{name.replace('_', '-')} is not for {self.protocol}")
         return self
 
+    def _check_rsa(self) -> None:
+        if unused := sorted(self.model_fields_set - _OF_RSA):
+            raise ValueError(f"--{unused[0].replace('_', '-')} is not for rsa, which fits nothing and takes no labels")
+        if self.rdm is None and (self.triplets is None or self.compare is not None):
+            raise ValueError("rsa needs --rdm FILE" + ("" if self.compare else " or --triplets FILE"))
+
     def _check_only(self, task: str, names: Sequence[str]) -> None:
         for name in names:
             if getattr(self, name) is not None and self.task != task:
@@ -119,7 +145,7 @@ class ProbeConfig(BaseModel):
     @property
     def task(self) -> str:
         """What is predicted: see `Labelling`."""
-        if self.is_dense:
+        if self.is_dense or self.protocol == "rsa":
             return self.protocol.partition("-")[0]
         return "regression" if self.protocol == "ridge" else "multilabel" if self.multilabel else "classification"
 

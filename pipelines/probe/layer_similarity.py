@@ -24,7 +24,7 @@ from pipelines.terminal.figures import add_matrix, add_words, drawable, matrix_i
 from pipelines.terminal.output_paths import check_folder
 from pipelines.terminal.tables import holds_columns, print_aligned, table_file
 
-__all__ = ["LayerSimilarity", "compare_layers"]
+__all__ = ["LayerSimilarity", "compare_layers", "in_order"]
 
 _MOST_IMAGES = 2_000  # drawn with the seed
 _MOST_PAIRS = 10  # that are printed
@@ -138,7 +138,7 @@ def compare_layers(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Lay
                     hint="name narrower layers with -l, or compute it again with a pooling such as srp4096",
                 )
         folder = _folder_for(config, list(columns))
-        features = [_in_order(arrays, rows[name]) for (name, _), arrays in columns.items()]
+        features = [in_order(arrays, rows[name]) for (name, _), arrays in columns.items()]
         count = len(features[0])
         found = feature_similarity(features, k=min(10, count - 1), seed=config.seed)
     result = LayerSimilarity(list(columns), count, found.cka, found.rsa)
@@ -188,7 +188,7 @@ def _common_rows(readers: dict[str, FeatureReader], seed: int) -> dict[str, NDAr
     return {name: np.array([rows[common[i]] for i in drawn], np.int64) for name, rows in rows_of.items()}
 
 
-def _in_order(arrays: list[Any], rows: NDArray[np.int64]) -> FeatureRows:
+def in_order(arrays: list[Any], rows: NDArray[np.int64]) -> FeatureRows:
     """Load rows into memory in the given order, which need not be ascending."""
     order = np.argsort(rows)
     array = FeatureRows.of(arrays, rows[order]).between(0, len(rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from pipelines.terminal.output_paths import check_folder
 from pipelines.terminal.tables import print_aligned, table_file
 from pipelines.terminal.text_output import SHOWN, counted, printable
 
-__all__ = ["answer", "as_json", "print_outcome", "probe_and_write"]
+__all__ = ["answer", "as_json", "print_outcome", "probe_and_write", "result_settings", "results_folder"]
 
 _CALIBRATED = "calibration_error_if_calibrated"  # stands beside the calibration error
 _NEAREST = 3  # comparisons printed, those with the largest p; results.json has all
@@ -48,16 +48,8 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
     data_sets(config.out)
     if config.save is not None:
         _check_file(config.save)
-    is_of_user = config.results is not None and config.results.exists()
-    folder = _folder_for(config)
-    check_folder(folder)
-    try:
+    with results_folder(config) as folder:
         outcome = run_probe(config, say, lambda outcome: _write_results(outcome, folder))
-    except BaseException:
-        if not is_of_user:  # a run without results leaves no folder behind
-            with contextlib.suppress(OSError):  # there are results
-                folder.rmdir()
-        raise
     files = [folder / name for name in ("results.json", "results.csv")]
     if outcome.config.is_dense:
         _write_images(outcome, folder / "images.csv")
@@ -66,6 +58,21 @@ def probe_and_write(config: ProbeConfig, say: Callable[[str], None]) -> tuple[Pr
         files.append(folder / "predictions.csv")
     files += draw(outcome, folder)
     return outcome, files + ([config.save] if config.save else [])
+
+
+@contextlib.contextmanager
+def results_folder(config: ProbeConfig) -> Iterator[Path]:
+    """Context manager: create the folder of the results; an error before there are results removes it again."""
+    is_of_user = config.results is not None and config.results.exists()
+    folder = _folder_for(config)
+    check_folder(folder)
+    try:
+        yield folder
+    except BaseException:
+        if not is_of_user:
+            with contextlib.suppress(OSError):  # there are results
+                folder.rmdir()
+        raise
 
 
 def _check_file(path: Path) -> None:
@@ -97,7 +104,7 @@ def _folder_for(config: ProbeConfig) -> Path:
             folder.mkdir()  # succeeds in only one of two concurrent runs
             return folder
         except FileExistsError:
-            if _read_results(folder).get("configuration") == _result_settings(config):
+            if _read_results(folder).get("configuration") == result_settings(config):
                 return folder
     raise AssertionError("there is always a next number")
 
@@ -110,10 +117,14 @@ def _read_results(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _result_settings(config: ProbeConfig) -> dict[str, Any]:
+def result_settings(config: ProbeConfig) -> dict[str, Any]:
     """Return the settings that the results depend on."""
     settings = config.model_dump(mode="json", exclude={"results", "save", "device", "max_memory_mb", "format"})
-    places = {name: settings[name] for name in ("labels", "masks", "depth", "without") if settings.get(name)}
+    places = {
+        name: settings[name]
+        for name in ("labels", "masks", "depth", "without", "rdm", "triplets", "stimuli")
+        if settings.get(name)
+    }
     return settings | {name: text_without_credentials(place) for name, place in places.items()}
 
 
@@ -201,7 +212,7 @@ def as_json(outcome: ProbeRun) -> dict[str, Any]:
     content = {
         "layertap": own_version(),
         "complete": outcome.complete,
-        "configuration": _result_settings(outcome.config),
+        "configuration": result_settings(outcome.config),
         "data_sets": {
             name: {
                 "fingerprint": outcome.fingerprints[name],

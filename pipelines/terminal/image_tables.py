@@ -26,6 +26,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from extract.credentials import text_without_credentials, without_credentials
 from extract.errors import InputError
 from extract.images.csv_lists import plain_path, read_table
@@ -33,7 +36,7 @@ from extract.images.image_list import SPLITS
 from extract.system.csv_cells import safe_cell
 from pipelines.terminal.text_output import printable
 
-__all__ = ["ImageTable", "read_image_table", "without_fractions"]
+__all__ = ["ImageTable", "images_of_names", "read_image_table", "without_fractions"]
 
 _FILE_SUFFIX = re.compile(r"\.[^\W\d_]\w{0,4}")  # .svs, but not .05 of the name 22.05
 _EXAMPLES = 3  # columns in an error
@@ -91,11 +94,7 @@ def read_image_table(
 
     row_of: dict[int, int] = {}
     for row, images in enumerate(images_of):
-        if len(different := sorted({names[image] for image in images})) > 1:
-            raise InputError(
-                f"{where}: {place(row)} names two images {by}: {printable(different[0])} and {printable(different[1])}",
-                hint=f"expected paths, such as {printable(different[0])!r}",
-            )
+        _check_same(images, names, f"{where}: {place(row)} names two images {by}")
         for image in images:
             before = row_of.setdefault(image, row)
             if content(before) != content(row):
@@ -116,6 +115,39 @@ def read_image_table(
         ["" if row is None else SPLITS.get(content(row)[1], "") for row in rows] if "split" in table else None,
         notes,
     )
+
+
+def images_of_names(
+    where: str, names: Sequence[str], paths: Sequence[str], ids: Sequence[str] | None, root: str
+) -> tuple[NDArray[np.int64], str]:
+    """Return the image of each name, -1 if there is none, and by what they were matched, as in tables.
+
+    Args:
+        where: what has the names, for errors.
+        names: names of images: paths, file names, stems or ids.
+        paths: of the images.
+        ids: of the images, if they have any.
+        root: folder of the images, as given or absolute.
+
+    Raises:
+        InputError: no name is that of an image, a name is that of several images, or two names are of the same image.
+    """
+    values = {"path": names} | ({"id": names} if ids is not None else {})
+    by, of_images, _, images_of = _joined(where, values, [plain_path(path) for path in paths], ids, root)
+    first: dict[int, str] = {}
+    for name, images in zip(names, images_of, strict=True):
+        _check_same(images, of_images, f"{where}: {printable(name)!r} names two images {by}")
+        if images and first.setdefault(images[0], name) is not name:
+            raise InputError(f"{where}: {printable(first[images[0]])!r} and {printable(name)!r} name the same image")
+    return np.array([images[0] if images else -1 for images in images_of], np.int64), by
+
+
+def _check_same(images: Sequence[int], names: Sequence[str], found: str) -> None:
+    if len(different := sorted({names[image] for image in images})) > 1:
+        raise InputError(
+            f"{found}: {printable(different[0])} and {printable(different[1])}",
+            hint=f"expected paths, such as {printable(different[0])!r}",
+        )
 
 
 def without_fractions(texts: Sequence[str | None]) -> list[str | None]:

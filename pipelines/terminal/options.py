@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 # Keys whose values a shell completes as paths.
-_PATHS = ("out", "weights", "without", "masks", "class_names", "depth", "results", "save")
+_PATHS = ("out", "weights", "without", "masks", "class_names", "depth", "results", "save", "rdm", "triplets", "stimuli")
 
 # Help text that `search`, `verify` and `predict` share.
 BACKBONE_HELP = (

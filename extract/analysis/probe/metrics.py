@@ -20,7 +20,7 @@ __all__ = [
     "LEVEL", "Estimate", "average_precision", "bootstrap", "by_class", "classification_metrics", "confusion_of",
     "effective_rows", "exact_proportion", "expected_calibration_error", "format_metric", "holm", "mcnemar",
     "metric_name", "multilabel_metrics", "paired_tests", "rank_test", "ranking", "ranks_of", "regression_metrics",
-    "resampled",
+    "resampled", "student_quantile",
 ]  # fmt: skip
 
 RESAMPLES = 1000  # of the test rows, for intervals (the number advised by Efron and Tibshirani 1993, section 14.3)
@@ -390,6 +390,11 @@ def bisected(is_below: Callable[[float], bool], low: float, high: float) -> tupl
         middle = (low + high) / 2
         low, high = (middle, high) if is_below(middle) else (low, middle)
     return low, high
+
+
+def student_quantile(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's t distribution, by that of the beta distribution."""
+    return math.sqrt(degrees * (1 / _beta_quantile(2 * _TAIL, degrees / 2, 0.5) - 1))
 
 
 def _beta_quantile(probability: float, a: float, b: float) -> float:

@@ -1,0 +1,170 @@
+"""Files of dissimilarity matrices (RDMs) with the names of their images, and of odd-one-out triplets.
+
+A list of texts with one for each image names the images: a second array of .npz, HDF5 or .mat files, or the first line
+or column of a CSV file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.analysis.rsa import Floats, condensed, images_of_pairs
+from extract.errors import InputError, first_line
+from extract.images.arrays import SUFFIXES, split_name
+from extract.images.csv_lists import file_and_column, opened, read_table
+from extract.system.optional_libraries import library
+
+__all__ = ["read_rdms", "read_stimuli", "read_triplets"]
+
+_NAMED = (".npz", ".mat", *SUFFIXES)  # files of several arrays
+
+
+def read_rdms(where: str) -> tuple[Floats, list[str] | None]:
+    """Return RDMs (S, N (N - 1) / 2), and the names of the N images; None if the file has none.
+
+    Args:
+        where: FILE.npy, .npz[:NAME], .h5[:NAME], .mat[:NAME], .csv, .tsv or .txt; see `condensed` for the shapes.
+
+    Raises:
+        InputError: the file has no RDMs; or several arrays of numbers, or lists of names, and it is not clear which.
+    """
+    path, name = split_name(where, _NAMED)
+    arrays = _arrays_of(path)
+    numbers = [key for key, each in arrays.items() if each.dtype.kind not in "OSU"]
+    chosen = [key for key in numbers if key == (name or "rdm")] or ([] if name else numbers)
+    if len(chosen) != 1:
+        raise InputError(f"{where}: one array of RDMs is expected; {path} has {', '.join(numbers) or 'none'}",
+                         hint=f"name one: {path}:NAME")  # fmt: skip
+    rdms = condensed(arrays[chosen[0]], where)
+    lists = {tuple(_texts(arrays[key])) for key in arrays.keys() - numbers}
+    fitting = [list(names) for names in lists if len(names) == images_of_pairs(rdms.shape[1])]
+    if len(fitting) > 1:
+        raise InputError(f"{where}: {len(fitting)} lists may name its images", hint="name them with --stimuli FILE.csv")
+    return rdms, fitting[0] if fitting else None
+
+
+def read_stimuli(where: str) -> list[str]:
+    """Read the names of images in the order of RDMs: FILE.csv[:COLUMN], column `path` if omitted."""
+    file, column = file_and_column(where, "path")
+    return [str(value) for value in read_table(file, column)[0][column.strip().lower()]]
+
+
+def read_triplets(where: str) -> tuple[NDArray[np.int64], list[str] | None]:
+    """Read odd-one-out choices (T, 3): numbers of images, of which the third is the odd one.
+
+    Args:
+        where: .npy of numbers; or text with three numbers from 0, or three names, in a line.
+
+    Returns:
+        the numbers, and the names of the images that they count; None if they count the stimuli.
+
+    Raises:
+        InputError: it has another shape, or an image twice in a line.
+    """
+    cells = _arrays_of(where)["rdm"] if where.lower().endswith(".npy") else _cells(where)
+    if cells.dtype.kind == "U" and np.char.isdecimal(cells[-1]).all():
+        cells = cells[int(not np.char.isdecimal(cells[0]).all()) :]  # without a header
+        cells = cells.astype(np.int64) if np.char.isdecimal(cells).all() else cells
+    if cells.dtype.kind not in "iuU" or cells.ndim != 2 or cells.shape[1] != 3:
+        raise InputError(f"{where}: {cells.dtype.name} {cells.shape}; expected numbers or names of images (T, 3)")
+    if (again := (cells == np.roll(cells, 1, axis=1)).any(1)).any():
+        row = int(again.argmax())
+        raise InputError(f"{where}: triplet {row}, from 0, has an image twice: {', '.join(map(str, cells[row]))}")
+    if cells.dtype.kind != "U":
+        return cells.astype(np.int64), None
+    names, numbers = np.unique(cells, return_inverse=True)
+    return numbers.reshape(cells.shape), names.tolist()
+
+
+def _arrays_of(path: str) -> dict[str, Any]:
+    """Return name -> array; the numbers of a file with one array are called rdm."""
+    suffix = Path(path).suffix.lower()
+    if suffix in (".csv", ".tsv", ".txt"):
+        return _in_table(path)
+    with opened(path):  # raises if it is not there
+        pass
+    try:
+        if h5py.is_hdf5(path):
+            return _in_hdf5(path, is_matlab=suffix == ".mat")
+        if suffix == ".mat":  # before version 7.3
+            found = library("scipy.io", "sklearn", path).loadmat(path)
+            return {key: each for key, each in found.items() if not key.startswith("__")}
+        arrays = np.load(path, allow_pickle=False)
+        return dict(arrays) if suffix == ".npz" else {"rdm": arrays}
+    except (OSError, ValueError, RuntimeError, KeyError, EOFError, NotImplementedError) as error:
+        hint = f"expected .npy, .csv, .tsv, .txt, {', '.join(_NAMED)}"
+        raise InputError(f"{path} cannot be read as arrays: {first_line(error)}", hint=hint) from error
+
+
+def _in_hdf5(path: str, is_matlab: bool) -> dict[str, Any]:
+    """Return the arrays of an HDF5 file. MATLAB has its axes in reverse order, texts as uint16, and cells as links."""
+    arrays: dict[str, Any] = {}
+
+    def value(data: h5py.Dataset) -> Any:
+        if h5py.check_string_dtype(data.dtype) is not None:
+            return np.asarray(data.asstr()[()], object)
+        if h5py.check_ref_dtype(data.dtype) is not None:
+            return np.array([text for cell in data[()].ravel() for text in value(data.file[cell])], object)
+        array = np.asarray(data[()]).T if is_matlab else np.asarray(data[()])
+        if data.attrs.get("MATLAB_class") != b"char":
+            return array
+        rows = np.ascontiguousarray(array.astype("<u2"))
+        return np.array([row.tobytes().decode("utf-16-le", "surrogatepass") for row in rows], object)
+
+    def note(name: str, member: object) -> None:
+        if isinstance(member, h5py.Dataset) and not name.startswith("#"):
+            arrays[name] = value(member)
+
+    with h5py.File(path, "r", locking=False) as file:
+        file.visititems(note)
+    return arrays
+
+
+def _texts(array: NDArray[Any]) -> list[str]:
+    """Return texts; those of MATLAB may be arrays in cells, and are padded with spaces."""
+    cells = [each.item() if isinstance(each, np.ndarray) and each.size == 1 else each for each in array.ravel()]
+    return [(each.decode() if isinstance(each, bytes) else str(each)).rstrip(" ") for each in cells]
+
+
+def _in_table(path: str) -> dict[str, Any]:
+    """Return the numbers of a table, and the texts of its first line and first column, if these are no numbers."""
+    cells, texts = _cells(path), {}
+    # An empty corner is that of a table with numbered rows and columns, or of a diagonal without values.
+    is_numbered = cells[0, 0] == "" and (cells.diagonal() != "").any()
+    if is_numbered or (len(cells) > 1 and not any(map(_is_number, cells[0, 1:]))):
+        texts["head"], cells = cells[0, int(is_numbered) :], cells[1:]
+    if is_numbered or not any(map(_is_number, cells[:, 0])):
+        texts["index"], cells = cells[:, 0], cells[:, 1:]
+    try:
+        return {"rdm": np.where(cells == "", "nan", cells).astype(np.float64), **texts}
+    except ValueError as error:
+        raise InputError(f"{path} is not a matrix of numbers: {first_line(error)}") from error
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        return float(cell or "nan") is not None
+    except ValueError:
+        return False
+
+
+def _cells(path: str) -> NDArray[Any]:
+    """Return the cells of a table (rows, columns) as text, separated by commas, tabs, semicolons or spaces."""
+    with opened(path) as file:
+        head = file.readline().decode("utf-8-sig", "replace")
+        file.seek(0)
+        delimiter = next((each for each in ",;\t" if each in head), None)
+        try:
+            cells = np.loadtxt(
+                file, str, delimiter=delimiter, comments=None, quotechar='"', ndmin=2, encoding="utf-8-sig"
+            )
+        except ValueError as error:
+            raise InputError(f"{path} is not a table: {first_line(error)}") from error
+    if not cells.size:
+        raise InputError(f"{path} is empty")
+    return np.char.strip(cells)
