@@ -81,9 +81,7 @@ def compare_rdms(
         raise unknown_name("comparison", by, COMPARISONS)
     first, second = condensed(models, "the models"), condensed(data, "the data")
     if first.shape[1] != second.shape[1]:
-        raise InputError(
-            f"the RDMs of models have {first.shape[1]:,} pairs of images, those of data {second.shape[1]:,}"
-        )
+        raise InputError(f"the models have {first.shape[1]:,} pairs of images, and the data {second.shape[1]:,}")
     known = np.isfinite(np.concatenate([first, second])).all(0)
     names = names or [f"model {i}" for i in range(len(first))]
     _check_varied(first[:, known], names)
@@ -95,9 +93,8 @@ def compare_rdms(
     samples, mean = _samples(similarity, values, *counts), values.mean(1)
     t = student_quantile((min(subjects, images) if subjects > 1 else images) - 1)
     best = int(mean.argmax())
-    error, of_lead = (
-        t * np.sqrt(_variance(each, subjects, images)) for each in (samples, samples[..., [best]] - samples)
-    )
+    leads = samples[..., [best]] - samples
+    error, of_lead = (t * np.sqrt(_variance(each, subjects, images)) for each in (samples, leads))
     behind = np.stack([mean[best] - mean - of_lead, mean[best] - mean + of_lead], 1)
     ceiling = _ceiling(second, known, by) if subjects > 1 else (math.nan, math.nan)
     return RdmComparison(values, mean, mean - error, mean + error, behind, ceiling, int(known.sum()))
@@ -225,6 +222,8 @@ def _ranks(levels: NDArray[np.int64], weights: Floats) -> Floats:
 
 def _tau_a(x: NDArray[np.int64], y: NDArray[np.int64], weights: Floats) -> float:
     """Return Kendall's tau-a of levels, each `weights` times: (concordant - discordant) / all pairs."""
+    if not len(x):  # no pair that is known
+        return 0.0
     order = np.lexsort((y, x))
     x, y, weights = x[order], y[order], weights[order]
     both = np.cumsum(np.append(True, (np.diff(x) != 0) | (np.diff(y) != 0)))

@@ -316,4 +316,4 @@ _FIGURES: dict[str, Callable[[ProbeRun], Figure | None]] = {
     "masks": _masks,
     "depths": _depths,
 }
-PICTURES = tuple(f"{name}.{suffix}" for name in _FIGURES for suffix in FORMATS)  # all files that may be written
+PICTURES = tuple(f"{name}.{suffix}" for name in (*_FIGURES, "rdms") for suffix in FORMATS)  # that may be written

@@ -6,6 +6,7 @@ or column of a CSV file.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.analysis.rsa import Floats, condensed, images_of_pairs
-from extract.errors import InputError, first_line
+from extract.errors import InputError, LayertapError, first_line
 from extract.images.arrays import SUFFIXES, split_name
 from extract.images.csv_lists import file_and_column, opened, read_table
 from extract.system.optional_libraries import library
@@ -96,7 +97,9 @@ def _arrays_of(path: str) -> dict[str, Any]:
             return {key: each for key, each in found.items() if not key.startswith("__")}
         arrays = np.load(path, allow_pickle=False)
         return dict(arrays) if suffix == ".npz" else {"rdm": arrays}
-    except (OSError, ValueError, RuntimeError, KeyError, EOFError, NotImplementedError) as error:
+    except LayertapError:
+        raise
+    except Exception as error:  # NumPy, h5py and SciPy raise many types on damaged files
         hint = f"expected .npy, .csv, .tsv, .txt, {', '.join(_NAMED)}"
         raise InputError(f"{path} cannot be read as arrays: {first_line(error)}", hint=hint) from error
 
@@ -128,7 +131,7 @@ def _in_hdf5(path: str, is_matlab: bool) -> dict[str, Any]:
 def _texts(array: NDArray[Any]) -> list[str]:
     """Return texts; those of MATLAB may be arrays in cells, and are padded with spaces."""
     cells = [each.item() if isinstance(each, np.ndarray) and each.size == 1 else each for each in array.ravel()]
-    return [(each.decode() if isinstance(each, bytes) else str(each)).rstrip(" ") for each in cells]
+    return [(os.fsdecode(each) if isinstance(each, bytes) else str(each)).rstrip(" ") for each in cells]
 
 
 def _in_table(path: str) -> dict[str, Any]:
@@ -160,9 +163,8 @@ def _cells(path: str) -> NDArray[Any]:
         file.seek(0)
         delimiter = next((each for each in ",;\t" if each in head), None)
         try:
-            cells = np.loadtxt(
-                file, str, delimiter=delimiter, comments=None, quotechar='"', ndmin=2, encoding="utf-8-sig"
-            )
+            how: dict[str, Any] = {"delimiter": delimiter, "comments": None, "quotechar": '"', "encoding": "utf-8-sig"}
+            cells = np.loadtxt(file, str, ndmin=2, **how)
         except ValueError as error:
             raise InputError(f"{path} is not a table: {first_line(error)}") from error
     if not cells.size:

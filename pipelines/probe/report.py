@@ -27,7 +27,7 @@ from pipelines.terminal.output_paths import check_folder
 from pipelines.terminal.tables import print_aligned, table_file
 from pipelines.terminal.text_output import SHOWN, counted, printable
 
-__all__ = ["answer", "as_json", "print_outcome", "probe_and_write", "result_settings", "results_folder"]
+__all__ = ["answer", "as_json", "clear", "print_outcome", "probe_and_write", "result_settings", "results_folder"]
 
 _CALIBRATED = "calibration_error_if_calibrated"  # stands beside the calibration error
 _NEAREST = 3  # comparisons printed, those with the largest p; results.json has all
@@ -73,6 +73,12 @@ def results_folder(config: ProbeConfig) -> Iterator[Path]:
             with contextlib.suppress(OSError):  # there are results
                 folder.rmdir()
         raise
+
+
+def clear(folder: Path) -> None:
+    """Delete predictions and figures of an earlier run."""
+    for name in (*_TABLES[1:], *PICTURES):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _check_file(path: Path) -> None:
@@ -259,8 +265,7 @@ def _probe_as_json(feature: ProbedFeature) -> dict[str, Any]:
 def _write_results(outcome: ProbeRun, folder: Path) -> None:
     """Write results.json and results.csv atomically; delete predictions and figures of an earlier run."""
     if len(outcome.probed) == 1 and not outcome.complete:
-        for name in (*_TABLES[1:], *PICTURES):
-            (folder / name).unlink(missing_ok=True)
+        clear(folder)
     write_json(folder / "results.json", as_json(outcome))
     head = ["data_set", "layer", "width", "protocol", "scaling", "chosen", "value", "n_train", "n_val", "n_test"]
     with table_file(folder / "results.csv") as write:

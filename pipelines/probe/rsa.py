@@ -23,7 +23,7 @@ from pipelines.probe.config import ProbeConfig
 from pipelines.probe.job import arrays_of, data_sets, opened_readers
 from pipelines.probe.layer_similarity import in_order
 from pipelines.probe.rdm_files import read_rdms, read_stimuli, read_triplets
-from pipelines.probe.report import result_settings, results_folder
+from pipelines.probe.report import clear, result_settings, results_folder
 from pipelines.terminal.figures import COLOURS, add_words, drawable, save_figure
 from pipelines.terminal.image_tables import images_of_names
 from pipelines.terminal.tables import print_aligned, table_file
@@ -91,6 +91,7 @@ class RsaRun:
 
     def write(self, folder: Path) -> list[Path]:
         """Write results.json, results.csv with a line for each layer, and the figures; return their paths."""
+        clear(folder)
         write_json(folder / "results.json", self.as_json())
         with table_file(folder / "results.csv") as write:
             for line in ([*self.table], *self.lines):
@@ -190,9 +191,7 @@ def _choose(
     chosen = stimuli if names is None else names
     count = len(next(iter(run.readers.values()))) if chosen is None else len(chosen)
     if triplets.min() < 0 or triplets.max() >= count:
-        raise InputError(
-            f"{where}: images {triplets.min()} to {triplets.max()}; expected numbers from 0 to {count - 1}"
-        )
+        raise InputError(f"{where}: images {triplets.min()} to {triplets.max()}; expected 0 to {count - 1}")
     rows = _rows_of(run, chosen, count, where)
     there = _in_all(rows)[triplets]
     if names is not None and not there[0].any():  # a header
@@ -224,9 +223,8 @@ def _rows_of(run: RsaRun, names: Sequence[str] | None, count: int, where: str) -
         rows[name] = np.where(reader.status[found] == Status.OK, found, -1)
         there, good = int((found >= 0).sum()), int((rows[name] >= 0).sum())
         failed = f", of which {there - good:,} failed" if good < there else ""
-        run.notes.append(
-            f"{where}: {there:,} of {count:,} images matched {by} with the {len(reader):,} of {name}{failed}"
-        )
+        matched = f"{where}: {there:,} of {count:,} images matched {by}"
+        run.notes.append(f"{matched} with the {len(reader):,} of {name}{failed}")
     return rows
 
 

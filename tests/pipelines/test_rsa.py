@@ -197,16 +197,23 @@ REFUSED: dict[str, tuple[Callable[[Path], list[object]], str]] = {
     "two lists of names": (
         lambda path: ["--rdm", save(path, rdm=SUBJECTS, a=PATHS, b=list("abcdefg"))], "2 lists may name its images",
     ),
+    "a damaged file": (lambda path: ["--rdm", damaged(path)], "given.npz cannot be read as arrays: "),
     "no such file": (lambda path: ["--rdm", path.with_suffix(".npy")], "given.npy: no such file"),
     "a triplet with an image twice": (
         lambda path: ["--triplets", written(path, "0 1 2\n3 4 3\n")], "triplet 1, from 0, has an image twice: 3, 4, 3",
     ),
-    "a number beyond": (lambda path: ["--triplets", written(path, "1 2 7\n")], "images 1 to 7; expected numbers"),
+    "a number beyond": (lambda path: ["--triplets", written(path, "1 2 7\n")], "images 1 to 7; expected 0 to 6"),
     "two images in a line": (lambda path: ["--triplets", written(path, "0 1\n")], "(1, 2); expected numbers or names"),
     "uneven lines": (lambda path: ["--triplets", written(path, "0 1 2\n0 1\n")], "is not a table: "),
     "nothing to compare with": (lambda path: [], "rsa needs --rdm FILE or --triplets FILE"),
     "labels": (lambda path: ["--rdm", "x.npy", "--labels", "x.csv"], "--labels is not for rsa"),
 }  # fmt: skip
+
+
+def damaged(path: Path) -> Path:
+    file = save(path, rdm=SUBJECTS)
+    file.write_bytes(file.read_bytes()[:300])
+    return file
 
 
 def written(path: Path, text: str) -> Path:

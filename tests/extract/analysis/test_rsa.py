@@ -120,6 +120,28 @@ def test_rsatoolbox_finds_the_same(by: str, monkeypatch: pytest.MonkeyPatch) -> 
     np.testing.assert_allclose(rsa._variance(differences, 4, N), theirs.diff_var, atol=1e-5)
 
 
+def test_the_model_that_made_the_data_lies_between_the_ceilings_and_is_the_best() -> None:
+    generator = np.random.default_rng(0)
+    truth = generator.random(20 * 19 // 2)
+    data = truth + generator.normal(0, 0.5, (6, len(truth)))
+    models = truth + generator.normal(0, 1, (3, len(truth))) * [[0.5], [0], [0.2]]
+    for by in ("spearman", "cosine", "whitened"):
+        found = compare_rdms(models, data, by=by, draws=200)
+        assert found.ceiling[0] < found.mean[1] < found.ceiling[1]
+        assert found.mean.argmax() == 1
+        assert found.low[1] < found.mean[1] < found.high[1]
+        assert found.behind[0, 0] > 0  # the noisiest is worse
+
+
+@pytest.mark.parametrize("by", COMPARISONS)
+def test_samples_without_a_known_pair_do_not_stop_the_bootstrap(by: str) -> None:
+    data = np.full(10, np.nan)  # of five images
+    data[[0, 1, 9]] = 1, 2, 4
+    found = compare_rdms(data**2, data, by=by, draws=300)
+    assert found.n_pairs == 3
+    assert np.isfinite(found.low).all()
+
+
 def test_intervals_are_of_students_t_and_hold_the_differences_to_the_best() -> None:
     models, data = world()
     found = compare_rdms(models, data, seed=3)
@@ -178,7 +200,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "text": (lambda: condensed(np.array(["a"] * 3)), "<U1"),
     "constant": (lambda: compare_rdms([1, 2, 3], [[1, 2, 3], [4, 4, 4]]), "the RDM of subject 1 is constant"),
     "a constant model": (lambda: compare_rdms([2, 2, 2], [1, 2, 3], names=["conv1"]), "the RDM of conv1 is constant"),
-    "other images": (lambda: compare_rdms([1, 2, 3], np.arange(6)), "models have 3 pairs of images, those of data 6"),
+    "other images": (lambda: compare_rdms([1, 2, 3], np.arange(6)), "models have 3 pairs of images, and the data 6"),
     "NaN": (lambda: compare_rdms([1, 2, 3], [[1, np.nan, np.nan], [np.nan, 1, 2]]), "no pair of images is known"),
     "name": (lambda: compare_rdms([1, 2, 3], [1, 2, 3], by="spearmann"), "nearest: 'spearman'"),
 }  # fmt: skip

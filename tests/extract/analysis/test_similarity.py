@@ -130,7 +130,7 @@ def test_rows_of_equal_values_have_no_correlation() -> None:
 @pytest.mark.parametrize("similarity", [rsa, linear_cka])
 def test_a_matrix_of_dissimilarities_is_not_taken_for_features(similarity: Callable[..., float]) -> None:
     x = np.random.default_rng(0).normal(size=(9, 5)).astype(np.float32)
-    with pytest.raises(InputError, match=r"expected features \(N, D\), got the dissimilarity matrix .*spearmanr"):
+    with pytest.raises(InputError, match=r"expected features \(N, D\), got the dissimilarity matrix .*compare_rdms"):
         similarity(x, squareform(pdist(x)))
     with pytest.raises(InputError, match="features have 9, 6 rows"):
         similarity(x, x[:6])
