@@ -568,3 +568,20 @@ def test_a_ridge_that_needs_too_large_a_matrix_is_refused(monkeypatch):
     monkeypatch.setattr(protocols, "_WIDEST_RIDGE", 10)
     with pytest.raises(InputError, match="store the layer with a pooling"):
         fit_ridge(FeatureRows.of(np.ones((20, 30), np.float32)), np.ones((20, 1)), [1.0])
+
+
+@pytest.mark.usefixtures("few_strengths")
+@pytest.mark.parametrize("protocol", ["clip", "simclr", "dinov2-logreg", "knn", "centroid", "fewshot"])
+def test_labels_of_test_rows_have_no_part_in_a_fit_or_a_choice(protocol: str) -> None:
+    """So `benchmarks/chosen_layers.py` may draw them again for the same probes."""
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((80, 4)).astype(np.float32), rng.integers(2, size=80)
+    first, second = (
+        linear_probe(x[:60], y[:60], x[60:], labels, protocol=protocol, device="cpu") for labels in (y[60:], 1 - y[60:])
+    )
+    assert first.validation == second.validation
+    assert (first.chosen, first.curve) == (second.chosen, second.curve)
+    if protocol == "fewshot":
+        assert first.value == pytest.approx(1 - second.value)
+    else:
+        assert (first.predictions == second.predictions).all()
