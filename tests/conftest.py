@@ -85,6 +85,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(4, defaults.CORES) if defaults.CORES > 1 else 0
 
 
+@pytest.fixture
+def frozen() -> None:
+    """Leave what is there out of the garbage collections of a run of several backbones, which makes one after each."""
+    gc.collect()
+    gc.freeze()
+
+
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 

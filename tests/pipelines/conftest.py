@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
+
+_FIGURES = ("pipelines.probe.probe_figures", "pipelines.probe.layer_similarity")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drawing() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Figures of probes are made and not drawn, which takes longer than the probes do; `with drawing():` draws them."""
+    draw = {name: importlib.import_module(name).save_figure for name in _FIGURES}
+
+    @contextmanager
+    def drawn() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patched:
+            for name in _FIGURES:
+                patched.setattr(f"{name}.save_figure", draw[name])
+            yield
+
+    def empty(figure: Figure, path: Path) -> Path:
+        path.touch()
+        return path
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in _FIGURES:
+            patched.setattr(f"{name}.save_figure", empty)
+        yield drawn
 
 
 @pytest.fixture
-def figures() -> None:
+def figures(drawing: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """For tests in which the figures of probes are drawn."""
-
-
-@pytest.fixture(autouse=True)
-def _figures_of_probes_are_made_but_not_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than the probes do."""
-    if "figures" not in request.fixturenames:
-        monkeypatch.setattr("pipelines.probe.probe_figures.save_figure", lambda figure, path: path)
+    with drawing():
+        yield
 
 
 def until(holds: Callable[[], bool], seconds: float = 60) -> None:

@@ -24,6 +24,8 @@ from tests.pipelines.test_report_page import browser, fine, opened
 
 __all__ = ["browser"]  # a fixture
 
+pytestmark = pytest.mark.usefixtures("frozen")
+
 COLOURS = ((200, 60, 60), (60, 60, 200), (60, 170, 60))
 QUICK = ("--workers", 0, "--compile", "off", "-p", "centroid")
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from PIL import ExifTags, Image
 from extract.analysis.probe import protocols
 from extract.analysis.probe.model import LinearProbe
 from pipelines.probe import predict as predicting
+from pipelines.probe import report
 from tests.pipelines.conftest import copy_of
 from tests.pipelines.test_cli import SMALL, fails, layertap, succeeds
 
@@ -34,6 +36,25 @@ def few_strengths() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(protocols, "_coarse_to_fine", lambda compare: compare_all(compare, three))
         yield
+
+
+Drawn = Callable[[], AbstractContextManager[None]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drawn(drawing: Drawn) -> Iterator[Drawn]:
+    """Figures, whose panels take longer than the probes, are made `with drawn():` alone."""
+    draw = report.draw
+
+    @contextmanager
+    def really() -> Iterator[None]:
+        with drawing(), pytest.MonkeyPatch.context() as patched:
+            patched.setattr(report, "draw", draw)
+            yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "draw", lambda outcome, folder: [])
+        yield really
 
 
 def save(path: Path, array: np.ndarray) -> None:
@@ -78,16 +99,18 @@ def depth_probed(made: Path, folder: Path, *options: Any, depth: Path | None = N
 
 
 @pytest.fixture(scope="module")
-def saved(made: Path) -> Path:
+def saved(made: Path, drawn: Drawn) -> Path:
     """A probe of masks; its results and figures are in `masks probed` beside it."""
-    probed(made, made / "masks probed", "-l", "layer2", "--save", made / "masks.safetensors")
+    with drawn():
+        probed(made, made / "masks probed", "-l", "layer2", "--save", made / "masks.safetensors")
     return made / "masks.safetensors"
 
 
 @pytest.fixture(scope="module")
-def saved_depth(made: Path) -> Path:
+def saved_depth(made: Path, drawn: Drawn) -> Path:
     """A probe of depths; its results and figures are in `depth probed` beside it."""
-    result = depth_probed(made, made / "depth probed", "--save", made / "depth.safetensors")
+    with drawn():
+        result = depth_probed(made, made / "depth probed", "--save", made / "depth.safetensors")
     assert "out: 24 rows, depth maps; 20 train, 4 test" in result.stdout
     assert "pixels of known depth lie outside the crop" in result.stdout
     return made / "depth.safetensors"

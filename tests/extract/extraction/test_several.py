@@ -25,6 +25,8 @@ from extract.images.sources import Files
 from extract.store.format.dataset import DataSet
 from tests.extract.compute.small_network import small_network
 
+pytestmark = pytest.mark.usefixtures("frozen")
+
 # The first two decode alike, and the third otherwise: see `decodings`.
 NETWORKS: dict[str, dict[str, Any]] = {
     "first": {"seed": 1}, "second": {"seed": 2, "mean": (0.1, 0.2, 0.3)}, "third": {"interpolation": "bicubic"},
