@@ -121,8 +121,8 @@ def made(_made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 EMBED = ["embed", "pictures", "-o", "embedded", *SMALL, "-l", "layer4", "--shard-rows", 5]
 READING: list[list[object]] = [
-    ["show"], ["status"], ["export", "--to", "npy", "-o", "exported"], ["search", 0], ["diff", "embedded"], ["report"],
-    ["merge", "-o", "merged"],
+    ["show"], ["status"], ["export", "--to", "npy", "-o", "exported"], ["search", 0], ["diff", "embedded"],
+    ["report", "--map", "pca"], ["merge", "-o", "merged"],
 ]  # fmt: skip
 
 
@@ -137,7 +137,7 @@ FILES: dict[str, tuple[Commands, Commands, Commands]] = {
     "embedded/dataset.json": ([*of("embedded"), EMBED], [["verify", "embedded"]], []),
     "embedded/shards/000001.json": ([], [["verify", "embedded"]], [*of("embedded"), EMBED]),
     "embedded/runs.jsonl": ([], [], [EMBED]),
-    "embedded/probe/knn/results.json": ([], [], [["report", "embedded"]]),
+    "embedded/probe/knn/results.json": ([], [], [["report", "embedded", "--map", "pca"]]),
     "synced/dataset.json": ([*of("synced", "merge"), ["compact", "synced"], ["sync", "sync.yaml"]],
                             [["verify", "synced"]], []),
     "synced/passes/000001/dataset.json": (of("synced"), [["verify", "synced"]], []),

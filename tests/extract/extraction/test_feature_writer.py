@@ -542,6 +542,12 @@ def layertap(*arguments: object) -> str:
     return result.stdout
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of probes are made and not drawn."""
+    monkeypatch.setattr("pipelines.probe.probe_figures.save_figure", lambda figure, path: path)
+
+
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("labelled") / "out"
@@ -551,6 +557,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_commands_read_the_rows(labelled: Path, tmp_path: Path) -> None:
     assert "no faults; rows: 50 ok" in layertap("verify", labelled)
     shown = layertap("show", labelled)
@@ -561,17 +568,18 @@ def test_commands_read_the_rows(labelled: Path, tmp_path: Path) -> None:
     nearest = int(np.argsort(-(unit @ unit[0]))[1])
     assert found["results"][0]["path"] == IDS[nearest]
     page = tmp_path / "report.html"
-    layertap("report", labelled, "-l", "vector", "-o", page)
+    layertap("report", labelled, "-l", "vector", "-o", page, "--map", "pca")
     assert "came from the memory of a program" in page.read_text()
     probed = json.loads(layertap("probe", labelled, "-l", "vector", "--json", "-o", tmp_path / "probe"))
     assert probed["why_not_probed"] is None
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_layers_of_one_number_are_reported_and_probed(tmp_path: Path) -> None:
     labels = ["low", "high"] * (COUNT // 2)
     with opened(tmp_path / "out", layers={"score": ((), "float32"), "mark": (1, "int64")}, labels=labels) as writer:
         writer.write(IDS, {"score": VECTORS[:, 0], "mark": np.arange(COUNT).reshape(-1, 1) % 2})
-    layertap("report", tmp_path / "out", "-l", "score", "-o", tmp_path / "report.html")
+    layertap("report", tmp_path / "out", "-l", "score", "-o", tmp_path / "report.html", "--map", "pca")
     mean = re.search(r'"mean": ?([^,]+)', (tmp_path / "report.html").read_text())
     assert mean
     assert float(mean[1]) == pytest.approx(VECTORS[:, 0].mean(), abs=1e-4)
