@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 # Processes of pytest-xdist share the cores, and so do the processes that their tests start. NumPy's OpenBLAS reads this
@@ -83,6 +85,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if named or config.option.capture == "no" or "not slow" not in config.option.markexpr:
         return 0
     return min(4, defaults.CORES) if defaults.CORES > 1 else 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _versions_of_libraries_are_looked_up_once() -> Iterator[None]:
+    """Each run asks for seven of them, and each takes milliseconds."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(metadata, "version", functools.cache(metadata.version))
+        yield
 
 
 @pytest.fixture

@@ -8,10 +8,14 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
+
+from extract.backbones import sources
+from extract.backbones.backbone import LoadedBackbone, LoadRequest
 
 _FIGURES = ("pipelines.probe.probe_figures", "pipelines.probe.layer_similarity")
 
@@ -42,6 +46,23 @@ def drawing() -> Iterator[Callable[[], AbstractContextManager[None]]]:
 def figures(drawing: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """For tests in which the figures of probes are drawn."""
     with drawing():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_networks_are_made_once() -> Iterator[None]:
+    """Small networks of timm with random weights are made once for the tests of a module."""
+    source, made = sources.SOURCES["timm"], dict[str, LoadedBackbone]()
+
+    def load(request: LoadRequest) -> LoadedBackbone:
+        if request.weights != "random" or not request.name.startswith("test_"):
+            return source.load(request)
+        if repr(request) not in made:
+            made[repr(request)] = source.load(request)
+        return made[repr(request)]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sources.SOURCES, "timm", replace(source, load=load))
         yield
 
 

@@ -579,7 +579,7 @@ def test_layers_of_one_number_are_reported_and_probed(tmp_path: Path) -> None:
     labels = ["low", "high"] * (COUNT // 2)
     with opened(tmp_path / "out", layers={"score": ((), "float32"), "mark": (1, "int64")}, labels=labels) as writer:
         writer.write(IDS, {"score": VECTORS[:, 0], "mark": np.arange(COUNT).reshape(-1, 1) % 2})
-    layertap("report", tmp_path / "out", "-l", "score", "-o", tmp_path / "report.html", "--map", "pca")
+    layertap("report", tmp_path / "out", "-l", "score", "-o", tmp_path / "report.html")
     mean = re.search(r'"mean": ?([^,]+)', (tmp_path / "report.html").read_text())
     assert mean
     assert float(mean[1]) == pytest.approx(VECTORS[:, 0].mean(), abs=1e-4)
