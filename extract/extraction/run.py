@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from extract import defaults
@@ -40,6 +39,7 @@ from extract.images import Batch, Images, list_images, load_batches
 from extract.images.datasets import MapDataset, is_in_memory, list_dataset
 from extract.images.listing import some_of
 from extract.images.loading import Load
+from extract.images.parts.listing import are_asked, parts_of
 from extract.images.sources import ImageSource
 from extract.row_status import Status
 from extract.store.format.dataset import BUILDING, DataSet, ShardFiles
@@ -124,7 +124,11 @@ def extract_features(arguments: Arguments) -> FeatureReader:
 def _listed(arguments: Arguments) -> Images:
     """List the images; pass the notes of a dataset, and that on images that were left out, on as warnings."""
     where, keep = arguments.images, arguments.keep_list
-    listed = list_images(where, keep=keep) if isinstance(where, str | os.PathLike) else list_dataset(where, keep)
+    if isinstance(where, str | os.PathLike):
+        listed = list_images(where, keep=keep, parts=arguments)
+    else:
+        listed = list_dataset(where, keep)
+        listed = parts_of(listed, arguments) if are_asked(arguments) else listed
     images = some_of(listed, arguments.limit, arguments.without)
     are_told = len(listed.notes) if isinstance(where, str | os.PathLike) else 0
     for note in images.notes[are_told:]:
@@ -441,7 +445,8 @@ def check_same_images(plan: Plan, existing: DataSet) -> None:
             for row, expected in zip((first_row + chosen).tolist(), hashes, strict=True):
                 path = plan.images.slice(row, row + 1).paths[0]
                 try:
-                    same = xxhash.xxh3_128_digest(plan.images.source.read(row)[0]) == expected.tobytes()
+                    data, _ = plan.images.source.read(row)
+                    same = plan.images.source.content_hash(row, data) == expected.tobytes()
                 except (OSError, ValueError):
                     same = False
                 if not same:

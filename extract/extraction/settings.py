@@ -28,9 +28,9 @@ from extract.compute.pooling import pooling_names
 from extract.errors import InputError, unknown_name
 
 __all__ = [
-    "BACKBONE", "HEADINGS", "IMAGES", "OUTPUT", "RARE", "SAFETY", "SPEED", "WORKERS",
+    "BACKBONE", "HEADINGS", "IMAGES", "OUTPUT", "PARTS", "RARE", "SAFETY", "SPEED", "WORKERS",
     "BackboneSettings", "DataSetSettings", "DecodingSettings", "ExtractionSettings", "FeatureSettings", "Heading",
-    "choices_of", "fields_of", "taking", "values_of",
+    "PartSettings", "choices_of", "fields_of", "taking", "values_of",
 ]  # fmt: skip
 
 
@@ -39,12 +39,13 @@ class Heading(str):
 
 
 IMAGES = Heading("Images")
+PARTS = Heading("Parts of images")
 BACKBONE = Heading("Backbone and layers")
 OUTPUT = Heading("Output")
 SPEED = Heading("Speed")
 WORKERS = Heading("Several workers")
 SAFETY = Heading("Safety")
-HEADINGS = (IMAGES, BACKBONE, OUTPUT, SPEED, WORKERS, SAFETY)
+HEADINGS = (IMAGES, PARTS, BACKBONE, OUTPUT, SPEED, WORKERS, SAFETY)
 RARE = object()  # metadata of a setting that few need: `--help-all` lists it, `--help` does not
 
 Precision = Literal["float32", "tf32", "bfloat16", "float16", "bfloat16-weights"]
@@ -141,7 +142,23 @@ class DataSetSettings(DecodingSettings, FeatureSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExtractionSettings(DataSetSettings):
+class PartSettings:
+    """Rows that are parts of images. The name of each says which part (`extract.images.part_names`).
+
+    Attributes:
+        boxes: Boxes, each of which becomes a row: a table with the columns path, x, y, w, h and perhaps label, id and
+            split, in pixels or fractions; a .json file of COCO; or a folder of YOLO or Pascal VOC files.
+        context: Part of the width and height of a box to add on each side.
+        box_shape: square: the square around each box, so that the preprocessing cuts nothing off; exact: the box.
+    """
+
+    boxes: Annotated[str | os.PathLike[str] | None, PARTS] = None
+    context: Annotated[float, Field(ge=0, le=10), PARTS] = 0.0
+    box_shape: Annotated[Literal["square", "exact"], PARTS] = "square"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractionSettings(PartSettings, DataSetSettings):
     """Settings of a run, checked on creation.
 
     Without `distortion`, `srp` without a number of values is refused; without `fit_on`, axes are not fitted.
@@ -191,9 +208,11 @@ class ExtractionSettings(DataSetSettings):
         """Return the settings for the provenance of a data set.
 
         `keep` and `sync_s` do not affect features. `distortion` affects them by the numbers in the resolved layers
-        only, `axes` and `fit_on` by the axes that the data set keeps, and `without` by the images that it lists.
+        only, `axes` and `fit_on` by the axes that the data set keeps, and `without` and those of parts by the names
+        that it lists.
         """
-        left_out = ("keep", "sync_s", "distortion", "axes", "fit_on", "without")
+        left_out = ["keep", "sync_s", "distortion", "axes", "fit_on", "without"]
+        left_out += [field.name for field in fields(PartSettings)]
         settings = {name: value for name, value in values_of(ExtractionSettings, self).items() if name not in left_out}
         return settings | {"layers": self.layer_list}
 

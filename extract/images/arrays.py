@@ -37,9 +37,9 @@ class PixelRows(ImageSource):
         height, width, channels = (*pixels.shape, 1)[:3]
         return f"{height} {width} {channels}\n".encode() + pixels.tobytes()
 
-    def decode(
-        self, data: bytes, max_pixels: int, min_decode_px: int = 0, orientation: str = defaults.ORIENTATION,
-        icc: str = defaults.ICC,
+    def picture(
+        self, row: int, data: bytes, max_pixels: int = defaults.MAX_PIXELS, min_decode_px: int = 0,
+        orientation: str = defaults.ORIENTATION, icc: str = defaults.ICC,
     ) -> Image.Image:  # fmt: skip
         """See `ImageSource`."""
         shape, _, pixels = data.partition(b"\n")

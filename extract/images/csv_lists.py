@@ -25,6 +25,7 @@ from extract.images.image_list import (
     text_column,
     values_at,
 )
+from extract.images.part_source import source_of
 from extract.images.sources import Files, read_remote
 from extract.system.optional_libraries import library
 from extract.system.similar_paths import did_you_mean
@@ -113,7 +114,7 @@ def list_table(where: str, keep: Sequence[str] = ()) -> Images:
         labels=labels,
         classes=classes,
         splits=[row.split for row in listed],
-        source=Files(base, full, anywhere=True),
+        source=source_of(full, partial(Files, base, anywhere=True)),
         ids=[row.id or "" for row in listed] if has_ids else None,
         columns={name: values_at(values, order) for name, values in kept.items()},
     )

@@ -23,8 +23,8 @@ from extract.errors import MachineError, first_line, is_of_the_machine
 from extract.system.optional_libraries import pip_install
 
 __all__ = [
-    "ARRAY_SUFFIX", "IMAGE_SUFFIXES", "Jpeg", "PixelTypeError", "check_decoders", "check_whole", "conversion", "decode",
-    "from_pixels", "header_size", "pixels_of", "plain_jpeg", "to_picture", "too_dark",
+    "ARRAY_SUFFIX", "IMAGE_SUFFIXES", "NOTE", "Jpeg", "PixelTypeError", "check_decoders", "check_whole", "conversion",
+    "decode", "from_pixels", "header_size", "pixels_of", "plain_jpeg", "to_picture", "too_dark",
 ]  # fmt: skip
 
 # Formats that Pillow reads, except those that other programs must render (EPS, PDF, WMF, EMF), measurement data (FITS,
@@ -53,6 +53,7 @@ _WHITE_IS_ZERO = 0  # a value of _PHOTOMETRIC
 _NO_MEMORY = "decoder error -9"  # PIL.ImageFile.ERRORS
 _TWELVE_BITS = 1 << 12
 _DEEP, _TOO_DARK = "layertap_16_bits", "layertap_too_dark"  # keys of `Image.info`
+NOTE = "layertap_note"  # another one: what the user should know of a picture
 _ON_THEIR_SIDE = range(5, 9)  # EXIF orientations
 _ARRAY_HEADER_BYTES = 1000  # the header is parsed as Python: deep brackets in a longer one exhaust its parser
 _MOST_STATED_PIXELS = 1 << 40  # of a picture whose header alone is read

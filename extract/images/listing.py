@@ -12,6 +12,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,9 @@ from extract.images.datasets import PROTOCOL, is_in_memory, is_on_disk, list_hug
 from extract.images.decoding import ARRAY_SUFFIX, IMAGE_SUFFIXES, PixelTypeError, decode
 from extract.images.image_list import Images, is_litter, labels_from_folders, pick_images
 from extract.images.named_images import named_images
+from extract.images.part_names import has_parts
+from extract.images.part_source import source_of
+from extract.images.parts.listing import are_asked, parts_of
 from extract.images.plans import PLAN_FILE, open_plan
 from extract.images.sources import Chosen, Files, ImageSource, suffix_of
 from extract.system.similar_paths import did_you_mean, folder_or_list
@@ -44,8 +48,9 @@ Entry = TypeVar("Entry")
 
 
 def list_images(
-    where: str | os.PathLike[str], limit: int | None = None, keep: Sequence[str] = (), without: Any = None
-) -> Images:
+    where: str | os.PathLike[str], limit: int | None = None, keep: Sequence[str] = (), without: Any = None,
+    parts: Any = None,
+) -> Images:  # fmt: skip
     """List images in the byte order of their paths.
 
     Args:
@@ -57,6 +62,8 @@ def list_images(
         limit: maximum number of images, the first in order.
         keep: names of further columns of a list or dataset, for `Images.columns`.
         without: images to leave out; see `named_images`.
+        parts: settings (`extract.extraction.settings.PartSettings`) that may ask for parts of images; `keep` is then
+            of the table of boxes.
 
     Raises:
         UnknownNameError: a column to keep does not exist.
@@ -66,6 +73,7 @@ def list_images(
     """
     where = os.fspath(where).removeprefix("file://")
     kind = "plan" if not is_url(where) and is_plan(where) else kind_of(where)
+    of_boxes, keep = (keep, ()) if getattr(parts, "boxes", None) else ((), keep)
     if keep and kind not in ("Hugging Face", "list"):
         raise InputError(
             f"keep {keep[0]!r}: {where} has no columns",
@@ -83,6 +91,8 @@ def list_images(
         images = {"array": list_array, "folder": list_folder}[kind](where)
     if not len(images):
         raise no_images(where, images.left_out)
+    if are_asked(parts):
+        images = parts_of(images, parts, of_boxes)
     return some_of(images, limit, without)
 
 
@@ -131,7 +141,7 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
         )
     none = np.full(len(paths), -1, np.int64)
     if not is_url(root) and kind_of(root) == "folder" and not is_plan(root):
-        source: ImageSource = Files(root, list(paths))
+        source = source_of(paths, partial(Files, root))
         try:
             source.check_there()
         except LayertapError as error:
@@ -140,11 +150,18 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
             ) from error
     else:
         listed = list_images(root)
-        rows = listed.rows_of(paths)
-        if None in rows:
-            raise InputError(f"{root} no longer lists {paths[rows.index(None)]}")
-        source = Chosen(listed.source, [row for row in rows if row is not None])
+        source = _listed_in(listed, paths)
     return Images(root, list(paths), none, [], [""] * len(paths), source)
+
+
+def _listed_in(images: Images, paths: Sequence[str]) -> ImageSource:
+    """Return the source of images with these paths, or of parts of them."""
+    rows = images.rows_of(paths)
+    if None in rows and has_parts(paths):
+        return source_of(paths, partial(_listed_in, images))
+    if None in rows:
+        raise InputError(f"{images.root} no longer lists {paths[rows.index(None)]}")
+    return Chosen(images.source, [row for row in rows if row is not None])
 
 
 def _servers(root: str, paths: Sequence[str]) -> str:

@@ -27,7 +27,6 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
@@ -36,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 from extract import defaults
 from extract.credentials import text_without_credentials
 from extract.errors import LayertapError, MachineError, first_line, is_of_the_machine
-from extract.images.decoding import Jpeg, check_decoders, pixels_of, plain_jpeg, too_dark
+from extract.images.decoding import NOTE, Jpeg, check_decoders, pixels_of, plain_jpeg, too_dark
 from extract.images.device_decoding import JpegDecoder
 from extract.images.image_list import Images
 from extract.images.sources import UNKNOWN, BrokenListError, ImageSource, UnreachableError
@@ -125,7 +124,8 @@ class Batch(NamedTuple):
             transform. Many consecutive failures of one kind are a machine error.
         source_size, source_mtime_ns: (R,) int64, bytes and nanoseconds; -1 if the file was not read or has no known
             modification time.
-        source_hash: (R, 16) uint8, xxh3-128 of the file's bytes; zero if the file was not read.
+        source_hash: (R, 16) uint8, xxh3-128 of the file's bytes, see `ImageSource.content_hash`; zero if it was not
+            read.
         notes: row -> what the user should know of an image that was decoded.
         jpegs: row -> the file of an image that a device is to decode; in no batch that `load_batches` yields.
     """
@@ -243,10 +243,10 @@ class _Decoded(Dataset[Batch | LayertapError]):
         result = partial(_batch_of_row, row, -1, UNKNOWN, bytes(16))
         try:
             data, mtime_ns = self._source.read(row)
-            result = partial(_batch_of_row, row, len(data), mtime_ns, xxhash.xxh3_128_digest(data))
+            result = partial(_batch_of_row, row, len(data), mtime_ns, self._source.content_hash(row, data))
             if how.device and (jpeg := plain_jpeg(data, how.max_pixels, how.orientation, how.icc)):
                 return result(Status.OK, jpeg=jpeg)
-            picture = self._source.decode(data, how.max_pixels, how.min_decode_px, how.orientation, how.icc)
+            picture = self._source.picture(row, data, how.max_pixels, how.min_decode_px, how.orientation, how.icc)
         except (BrokenListError, MachineError) as error:
             return error
         except Exception as error:
@@ -265,7 +265,8 @@ class _Decoded(Dataset[Batch | LayertapError]):
             if isinstance(error, ValueError):
                 return result(Status.DECODE_ERROR, reason=first_line(error))
             return result(Status.DECODE_ERROR, reason=f"its preprocessing failed: {error!r}", suspect=_kind(error))
-        return result(Status.OK, torch.stack([image]), note=TOO_DARK if too_dark(picture) else "")
+        note = TOO_DARK if too_dark(picture) else picture.info.get(NOTE, "")
+        return result(Status.OK, torch.stack([image]), note=note)
 
 
 def _batch_of_row(
@@ -423,8 +424,8 @@ def load_batches(images: Images, batches: Iterable[list[int]], decoding: Decodin
         for rows in batches:
             number = shared.take() if shared is not None and len(rows) <= batch_size else None
             sent.append(_Sent(len(rows), None if shared is None or number is None else partial(shared.images, number)))
-            for start in range(0, len(rows), at_a_time):
-                yield _Piece(rows[start : start + at_a_time], number, start)
+            for start, stop in _pieces(rows, at_a_time, images.source):
+                yield _Piece(rows[start:stop], number, start)
 
     with_workers: dict[str, Any] = {}
     if workers:
@@ -460,6 +461,16 @@ def load_batches(images: Images, batches: Iterable[list[int]], decoding: Decodin
         signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
     started = [process for process in active_children() if process not in before]
     return Batches(pieces_found, sent, started, complete)
+
+
+def _pieces(rows: Sequence[int], at_a_time: int, source: ImageSource) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of pieces of a batch: parts of one file lie in one piece, so that one worker decodes it."""
+    start = 0
+    for stop in range(1, len(rows) + 1):
+        is_last = stop == len(rows)
+        if is_last or (stop - start >= at_a_time and not source.is_of_same_file(rows[stop - 1], rows[stop])):
+            yield start, stop
+            start = stop
 
 
 def _without_deaths(handler: Callable[[int, FrameType | None], None], number: int, frame: FrameType | None) -> None:

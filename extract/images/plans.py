@@ -29,6 +29,8 @@ import xxhash
 from extract.credentials import without_credentials
 from extract.errors import InputError, first_line
 from extract.images.image_list import Images, ListHashes
+from extract.images.part_names import FileNames
+from extract.images.part_source import Parts
 from extract.images.sources import BrokenListError, Files
 from extract.system.atomic_files import open_regular
 from extract.system.json_files import Text, parse_json
@@ -154,7 +156,7 @@ def open_plan(where: str | os.PathLike[str]) -> Images:
         columns["label"],
         description["classes"],
         columns["split"],
-        Files(base_of(kind, root), columns["path"], anywhere=kind == "list"),
+        Parts(Files(base_of(kind, root), FileNames(columns["path"]), anywhere=kind == "list"), columns["path"]),
         columns.get("id"),
         Counter(description["left_out"]),
         stored_hashes=ListHashes(sorted(description["splits"]), description["paths_xxh3"], description["labels_xxh3"]),

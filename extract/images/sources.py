@@ -11,10 +11,11 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import xxhash
 from PIL import Image
 
 from extract import defaults
@@ -23,12 +24,13 @@ from extract.images.decoding import decode
 from extract.system.urls import file_system, http_status, is_http, is_url, reference, server_answer
 
 __all__ = [
-    "UNKNOWN", "BrokenListError", "Chosen", "Files", "ImageSource", "PackedNames", "TooLargeError", "UnreachableError",
-    "check_file_size", "read_remote", "suffix_of",
+    "UNKNOWN", "BrokenListError", "Chosen", "Files", "ImageSource", "OnDisk", "PackedNames", "TooLargeError",
+    "UnreachableError", "check_file_size", "read_remote", "suffix_of",
 ]  # fmt: skip
 
 UNKNOWN = -1  # in place of a modification time
 
+_BLOCK_BYTES = 1 << 22
 _ATTEMPTS = 3  # for each remote read
 _WAIT_S = 0.5  # before the second attempt; doubled before the third
 
@@ -49,8 +51,29 @@ class ImageSource(Protocol):
             OSError, ValueError: the image cannot be read; the message states the reason.
         """
 
-    # Decodes the bytes of an image to an RGB picture. A class whose bytes are not encoded images has its own method.
-    decode: Callable[..., Image.Image] = staticmethod(decode)
+    def picture(
+        self,
+        row: int,
+        data: bytes,
+        max_pixels: int = defaults.MAX_PIXELS,
+        min_decode_px: int = 0,
+        orientation: str = defaults.ORIENTATION,
+        icc: str = defaults.ICC,
+    ) -> Image.Image:
+        """Return the RGB picture of a row from the bytes that `read` returned; see `extract.images.decoding.decode`."""
+        return decode(data, max_pixels, min_decode_px, orientation, icc)
+
+    def content_hash(self, row: int, data: bytes) -> bytes:
+        """Return the xxh3-128 of what a row is computed from: of the bytes of its file, and which part of it."""
+        return data.digest() if isinstance(data, OnDisk) else xxhash.xxh3_128_digest(data)
+
+    def local_path(self, row: int) -> str | None:
+        """Return the path of a row's file; None if it is not a file of the local disk."""
+        return None
+
+    def is_of_same_file(self, row: int, other: int) -> bool:
+        """Whether two rows are parts of one file, which is then decoded once for consecutive rows."""
+        return False
 
     def check_there(self) -> None:
         """Check that the images as a whole still exist, after some could not be read.
@@ -113,6 +136,12 @@ class Files(ImageSource):
         finally:
             os.close(descriptor)
 
+    def local_path(self, row: int) -> str | None:
+        """See `ImageSource`."""
+        name = self._names[row]
+        is_remote = self._base_is_remote or (self._anywhere and is_url(name))
+        return None if is_remote else os.path.join(self._base, name)  # noqa: PTH118
+
     def check_there(self) -> None:
         """See `ImageSource`."""
         why = "an unmounted disk?"
@@ -136,16 +165,70 @@ class Chosen(ImageSource):
     """Selected rows of another source."""
 
     def __init__(self, source: ImageSource, rows: Sequence[int]):
-        self._source, self.decode = source, source.decode
+        self._source = source
         self._rows = np.array(rows, np.int64)  # which worker processes share without copying
 
     def read(self, row: int) -> tuple[bytes, int]:
         """See `ImageSource`."""
         return self._source.read(int(self._rows[row]))
 
+    def picture(self, row: int, *how: Any, **further: Any) -> Image.Image:
+        """See `ImageSource`."""
+        return self._source.picture(int(self._rows[row]), *how, **further)
+
+    def content_hash(self, row: int, data: bytes) -> bytes:
+        """See `ImageSource`."""
+        return self._source.content_hash(int(self._rows[row]), data)
+
+    def local_path(self, row: int) -> str | None:
+        """See `ImageSource`."""
+        return self._source.local_path(int(self._rows[row]))
+
+    def is_of_same_file(self, row: int, other: int) -> bool:
+        """See `ImageSource`."""
+        return self._source.is_of_same_file(int(self._rows[row]), int(self._rows[other]))
+
     def check_there(self) -> None:
         """See `ImageSource`."""
         self._source.check_there()
+
+
+class OnDisk(bytes):
+    """In place of the bytes of a file that is not held in memory: a slide, a large TIFF, a video. Its bytes are empty.
+
+    Attributes:
+        path: the file.
+        size: its bytes.
+        mtime_ns: its modification time in nanoseconds.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is not a regular file.
+    """
+
+    path: str
+    size: int
+    mtime_ns: int
+
+    def __new__(cls, path: str) -> OnDisk:
+        """Look at a file, which is not read."""
+        status = os.stat(path)  # noqa: PTH116
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("not a file")
+        self = super().__new__(cls)
+        self.path, self.size, self.mtime_ns = path, status.st_size, status.st_mtime_ns
+        return self
+
+    def __len__(self) -> int:
+        return self.size
+
+    def digest(self) -> bytes:
+        """Return the xxh3-128 of the file, which is read in blocks."""
+        digest = xxhash.xxh3_128()
+        with open(self.path, "rb") as file:  # noqa: PTH123
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+        return digest.digest()
 
 
 class UnreachableError(OSError):

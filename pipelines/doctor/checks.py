@@ -190,7 +190,7 @@ def check_images(where: str, facts: dict[str, Any]) -> Iterator[Line]:
     yield Line(f"{counted(len(images), 'image')} in {printable(images.root)}")
     path = printable(images.slice(0, 1).paths[0])
     try:
-        facts["size"] = images.source.decode(images.source.read(0)[0], defaults.MAX_PIXELS).size
+        facts["size"] = images.source.picture(0, images.source.read(0)[0]).size
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         hint = "replace such files; `layertap embed` stores an error status for each, and continues"

@@ -168,4 +168,4 @@ def listed_images(config: EmbedConfig) -> Images:
     from extract.images import list_images
 
     check_output(config)
-    return list_images(config.images, config.limit, config.keep, config.without)
+    return list_images(config.images, config.limit, config.keep, config.without, config)

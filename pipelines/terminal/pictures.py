@@ -6,7 +6,6 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import xxhash
 from PIL import Image
 
 from extract import defaults
@@ -60,7 +59,7 @@ class Pictures:
         if data is None:
             return None, why
         try:
-            return self._source.decode(data, _MOST_PIXELS, min_decode_px, self._orientation), ""
+            return self._source.picture(self._place[row], data, _MOST_PIXELS, min_decode_px, self._orientation), ""
         except (ValueError, OSError, MemoryError) as error:
             return None, first_line(error)
 
@@ -98,5 +97,5 @@ class Pictures:
         except (OSError, ValueError, LayertapError) as error:
             return None, first_line(error)
         # A data set of a stranger may name any file of this machine, and users send pages with pictures to others.
-        same = xxhash.xxh3_128_digest(data) == self._hashes[row].tobytes()
+        same = self._source.content_hash(self._place[row], data) == self._hashes[row].tobytes()
         return (data, "") if same else (None, "its file has changed")

@@ -114,7 +114,7 @@ class Embed:
         config = self.config
         if "workers" not in config.model_fields_set:
             config = config.model_copy(update={"workers": min(defaults.WORKERS, self.threads)})
-        images = list_images(config.images, config.limit, config.keep, config.without)
+        images = list_images(config.images, config.limit, config.keep, config.without, config)
         for note in images.notes:
             say(f"note: {note}")
         plan = plan_of(config, backbone_of(config, say), images)

@@ -535,7 +535,7 @@ def test_arrays_of_floats_are_refused_with_the_line_that_converts_them(tmp_path:
     for name in ("folder", "p_uint8.npy", "p.h5"):
         images = list_images(tmp_path / name)
         for row in range(len(images)):
-            picture = images.source.decode(images.source.read(row)[0], 10**6)
+            picture = images.source.picture(row, images.source.read(row)[0], 10**6)
             np.testing.assert_array_equal(np.array(picture), pixels[row])
 
 

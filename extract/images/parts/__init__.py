@@ -1,0 +1,1 @@
+"""Rows that are parts of files: boxes and tiles of pictures, views, frames of videos."""

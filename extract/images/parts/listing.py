@@ -1,0 +1,178 @@
+"""List the parts of listed files."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from extract.errors import InputError
+from extract.images.image_list import Column, Images, labels_from_values, order_of, values_at
+from extract.images.part_names import Window, window_name
+from extract.images.part_source import Parts
+from extract.images.parts.boxes import Box, read_boxes
+from extract.images.sources import Chosen, PackedNames
+
+__all__ = ["Listed", "are_asked", "of_files", "parts_of"]
+
+_KINDS = ("boxes",)  # settings that ask for parts
+
+
+class Listed(NamedTuple):
+    """Parts of files, in any order.
+
+    Attributes:
+        names: their names.
+        rows: the file of each, by its row among the listed files; -1 for a file that is not listed.
+        columns: name -> value of each, to be stored.
+        labels, ids, splits: of each part; None: those of its file.
+        notes: messages for the user.
+    """
+
+    names: Sequence[str]
+    rows: Sequence[int]
+    columns: Mapping[str, Column]
+    labels: Sequence[str | None] | None = None
+    ids: Sequence[str] | None = None
+    splits: Sequence[str] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def are_asked(asked: Any) -> bool:
+    """Whether settings (`extract.extraction.settings.PartSettings`) ask for parts of files."""
+    return any(getattr(asked, name, None) for name in _KINDS)
+
+
+def parts_of(images: Images, asked: Any, keep: Sequence[str] = ()) -> Images:
+    """Return the parts of images that the settings ask for, sorted by their names.
+
+    Args:
+        images: listed files.
+        asked: settings; see `extract.extraction.settings.PartSettings`.
+        keep: further columns of the boxes, for `Images.columns`.
+
+    Raises:
+        InputError: two kinds of parts are asked for, there are none, or they cannot be read.
+    """
+    kinds = [name for name in _KINDS if getattr(asked, name)]
+    if len(kinds) > 1:
+        raise InputError(f"{kinds[0]} and {kinds[1]} exclude each other: a row is one kind of part")
+    return of_files(images, _of_boxes(images, asked, keep))
+
+
+def of_files(images: Images, listed: Listed) -> Images:
+    """Return images whose rows are parts of listed files."""
+    if not len(listed.names):
+        raise InputError(f"{images.root}: no parts of its images")
+    order = order_of(listed.names)
+    names, rows = [listed.names[i] for i in order], np.array(listed.rows, np.int64)[order]
+    columns = {name: values_at(values, order) for name, values in listed.columns.items()}
+    classes, labels = images.classes, np.where(rows < 0, -1, images.labels[rows])
+    if listed.labels is not None:
+        labels, classes = labels_from_values([listed.labels[i] for i in order])
+
+    def texts(of_parts: Sequence[str] | None, of_files: Sequence[str]) -> list[str]:
+        if of_parts is not None:
+            return [of_parts[i] for i in order]
+        return ["" if row < 0 else of_files[row] for row in rows.tolist()]
+
+    splits = texts(listed.splits, images.splits)
+    ids = None if listed.ids is None and images.ids is None else texts(listed.ids, images.ids or [])
+    for name, values in images.columns.items():
+        columns.setdefault(name, values_at(values, rows.clip(0)))  # type: ignore[arg-type]
+    packed = PackedNames(names)
+    source = Parts(_FilesOfParts(images.source, rows.tolist()), packed)
+    return replace(
+        images, paths=names, labels=labels, classes=classes, splits=splits, source=source, ids=ids, columns=columns,
+        notes=(*images.notes, *listed.notes), stored_hashes=None,
+    )  # fmt: skip
+
+
+class _FilesOfParts(Chosen):
+    """Selected rows of a source, of which some are of files that are not there."""
+
+    def read(self, row: int) -> tuple[bytes, int]:
+        """See `ImageSource`."""
+        if self._rows[row] < 0:
+            raise FileNotFoundError
+        return super().read(row)
+
+
+def _of_boxes(images: Images, asked: Any, keep: Sequence[str]) -> Listed:
+    rows, names = _rows_of_files(images), Counter[str]()
+    boxes: list[Box] = []
+    of_boxes: list[int] = []
+    titles: list[str] = []
+    for box in read_boxes(asked.boxes, keep):
+        row = rows.get(box.file, -1)
+        file = images.paths[row] if row >= 0 else box.file
+        window = replace(box.window, context=asked.context, square=asked.box_shape == "square")
+        name = window_name(file, window)
+        names[name] += 1
+        titles.append(name if names[name] == 1 else f"{name}&n={names[name]}")
+        of_boxes.append(row)
+        boxes.append(box)
+    notes = _notes(images, asked.boxes, [box.file for box in boxes], of_boxes)
+    has_labels, has_ids = any(box.label is not None for box in boxes), any(box.id is not None for box in boxes)
+    kept = map(_column, zip(*(box.kept for box in boxes), strict=True))
+    return Listed(
+        titles,
+        of_boxes,
+        dict(zip(keep, kept, strict=bool(boxes))) | _columns([box.window for box in boxes]),
+        [box.label for box in boxes] if has_labels else None,
+        [box.id or "" for box in boxes] if has_ids else None,
+        [box.split for box in boxes] if any(box.split for box in boxes) else None,
+        notes,
+    )
+
+
+def _notes(images: Images, where: Any, files: Sequence[str], rows: Sequence[int]) -> tuple[str, ...]:
+    """Return notes on pictures without boxes, and boxes without pictures.
+
+    Args:
+        images: the pictures.
+        where: the boxes.
+        files: picture that each box names.
+        rows: its row; -1 if it is not there.
+
+    Raises:
+        InputError: none of the pictures is there.
+    """
+    missing, notes = {file for file, row in zip(files, rows, strict=True) if row < 0}, []
+    if files and len(missing) == len(set(files)):
+        raise InputError(
+            f"{where}: none of its {len(missing):,} pictures is in {images.root}; the first is {files[0]!r}, expected "
+            f"a path such as {images.paths[0]!r}"
+        )
+    if missing:
+        first = min(missing, key=os.fsencode)
+        notes.append(f"pictures of {where} that are not there, whose rows fail: {len(missing):,}, the first is {first}")
+    if without := len(images) - len(set(rows) - {-1}):
+        notes.append(f"images without a box: {without:,}")
+    return tuple(notes)
+
+
+def _rows_of_files(images: Images) -> dict[str, int]:
+    """Return path -> row, also of paths without suffix, as labels of YOLO and Pascal VOC name them."""
+    rows = {path.rpartition(".")[0]: row for row, path in enumerate(images.paths)}
+    return rows | {path: row for row, path in enumerate(images.paths)}
+
+
+def _column(values: Sequence[Any]) -> Column:
+    if all(isinstance(value, int) for value in values):
+        return np.array(values, np.int64)
+    if all(isinstance(value, int | float) for value in values):
+        return np.array(values, np.float64)
+    return ["" if value is None else str(value) for value in values]
+
+
+def _columns(windows: Sequence[Window]) -> dict[str, Column]:
+    """Return the columns x, y, w and h: whole pixels, or fractions of the picture."""
+    numbers = np.array([(window.x, window.y, window.w, window.h) for window in windows]).reshape(-1, 4)
+    is_percent = any(window.percent for window in windows)
+    values = numbers / 100 if is_percent else numbers.astype(np.int64)
+    return {name: values[:, i].copy() for i, name in enumerate("xywh")}
