@@ -130,7 +130,7 @@ def _listed(arguments: Arguments) -> Images:
         listed = list_dataset(where, keep)
         listed = parts_of(listed, arguments) if are_asked(arguments) else listed
     images = some_of(listed, arguments.limit, arguments.without)
-    are_told = len(listed.notes) if isinstance(where, str | os.PathLike) else 0
+    are_told = len(listed.notes) if isinstance(where, str | os.PathLike) and not are_asked(arguments) else 0
     for note in images.notes[are_told:]:
         warnings.warn(note, stacklevel=4)
     return images

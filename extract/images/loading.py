@@ -244,7 +244,8 @@ class _Decoded(Dataset[Batch | LayertapError]):
         try:
             data, mtime_ns = self._source.read(row)
             result = partial(_batch_of_row, row, len(data), mtime_ns, self._source.content_hash(row, data))
-            if how.device and (jpeg := plain_jpeg(data, how.max_pixels, how.orientation, how.icc)):
+            is_whole = self._source.file(row) is None  # a device decodes whole files
+            if how.device and is_whole and (jpeg := plain_jpeg(data, how.max_pixels, how.orientation, how.icc)):
                 return result(Status.OK, jpeg=jpeg)
             picture = self._source.picture(row, data, how.max_pixels, how.min_decode_px, how.orientation, how.icc)
         except (BrokenListError, MachineError) as error:
@@ -468,9 +469,11 @@ def _pieces(rows: Sequence[int], at_a_time: int, source: ImageSource) -> Iterato
     start = 0
     for stop in range(1, len(rows) + 1):
         is_last = stop == len(rows)
-        if is_last or (stop - start >= at_a_time and not source.is_of_same_file(rows[stop - 1], rows[stop])):
-            yield start, stop
-            start = stop
+        if stop - start >= at_a_time or is_last:
+            file = source.file(rows[stop - 1])
+            if is_last or file is None or file != source.file(rows[stop]):
+                yield start, stop
+                start = stop
 
 
 def _without_deaths(handler: Callable[[int, FrameType | None], None], number: int, frame: FrameType | None) -> None:

@@ -120,7 +120,7 @@ def fragment_of(name: str) -> str:
     ('xywh=1,2,3,4', '')
     """
     _, _, fragment = name.rpartition("#")
-    return fragment if len(fragment) < len(name) and _FRAGMENT.fullmatch(fragment) else ""
+    return fragment if len(fragment) + 1 < len(name) and _FRAGMENT.fullmatch(fragment) else ""
 
 
 def file_of(name: str) -> str:

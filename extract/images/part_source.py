@@ -10,7 +10,7 @@ from PIL import Image
 
 from extract import defaults
 from extract.images.decoding import NOTE
-from extract.images.part_names import FileNames, Part, fragment_of, has_parts, part_of
+from extract.images.part_names import FileNames, Part, file_of, fragment_of, has_parts, part_of
 from extract.images.sources import ImageSource, PackedNames
 
 __all__ = ["Parts", "source_of"]
@@ -82,10 +82,11 @@ class Parts(ImageSource):
         """See `ImageSource`."""
         return self._files.local_path(row)
 
-    def is_of_same_file(self, row: int, other: int) -> bool:
+    def file(self, row: int) -> str | None:
         """See `ImageSource`."""
-        files = FileNames(self._names)
-        return bool(files[row] == files[other])
+        name = self._names[row]
+        file = file_of(name)
+        return file if file != name else None
 
     def content_hash(self, row: int, data: bytes) -> bytes:
         """See `ImageSource`."""

@@ -71,9 +71,9 @@ class ImageSource(Protocol):
         """Return the path of a row's file; None if it is not a file of the local disk."""
         return None
 
-    def is_of_same_file(self, row: int, other: int) -> bool:
-        """Whether two rows are parts of one file, which is then decoded once for consecutive rows."""
-        return False
+    def file(self, row: int) -> str | None:
+        """Return the file that a row is a part of, decoded once for consecutive rows; None for a whole file."""
+        return None
 
     def check_there(self) -> None:
         """Check that the images as a whole still exist, after some could not be read.
@@ -184,9 +184,9 @@ class Chosen(ImageSource):
         """See `ImageSource`."""
         return self._source.local_path(int(self._rows[row]))
 
-    def is_of_same_file(self, row: int, other: int) -> bool:
+    def file(self, row: int) -> str | None:
         """See `ImageSource`."""
-        return self._source.is_of_same_file(int(self._rows[row]), int(self._rows[other]))
+        return self._source.file(int(self._rows[row]))
 
     def check_there(self) -> None:
         """See `ImageSource`."""
