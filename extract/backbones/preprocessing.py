@@ -40,6 +40,7 @@ OVERRIDES = {"size", "crop", "interpolation", "mean", "std"}
 _OF_PILLOW = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
 INTERPOLATIONS = tuple(_OF_PILLOW.values())
 
+Box = tuple[float, float, float, float]
 Transform = Callable[[Image.Image], Tensor]
 
 
@@ -60,6 +61,8 @@ class Preprocessing:
         device: the GPU that decodes JPEG files and resizes their pictures with torchvision; empty: none does.
         orientation, icc: how files are decoded, see `extract.images.decoding.decode`; not part of `describe`.
         input_dtype: dtype of the backbone's input; not part of `describe`.
+        of_boxes: whether boxes are pooled of whole pictures, so that pictures are prepared whole; not part of
+            `describe`.
     """
 
     resize_px: int | tuple[int, int]
@@ -74,13 +77,15 @@ class Preprocessing:
     orientation: str = defaults.ORIENTATION
     icc: str = defaults.ICC
     input_dtype: torch.dtype = torch.float32
+    of_boxes: bool = False
 
     @property
     def min_decode_px(self) -> int:
         """Smallest shorter side to which a picture may be reduced while decoding; 0 if only full size is allowed."""
         # Twice the resized side: JPEG's own scaling averages blocks, and the remaining reduction corrects this. Pillow
         # could resize and crop in one step in half the time, but its box is in float32: 3 % of the values differ.
-        return 2 * (self.resize_px if isinstance(self.resize_px, int) else max(self.resize_px)) if self.fast else 0
+        is_reduced = self.fast and not self.of_boxes  # boxes are in pixels of the full size
+        return 2 * (self.resize_px if isinstance(self.resize_px, int) else max(self.resize_px)) if is_reduced else 0
 
     @property
     def shape(self) -> tuple[int, int, int] | None:
@@ -120,6 +125,44 @@ class Preprocessing:
         if not self.can_be_faster:
             raise InputError(f"fast decoding is not supported for {self}", hint="set decode to exact")
         return replace(self, fast=True)
+
+    def for_boxes(self) -> Preprocessing:
+        """Return a copy with `of_boxes` set.
+
+        Raises:
+            InputError: the place of a box in the input is not known, or a GPU decodes.
+        """
+        if self.library_transform is not None or self.device:
+            give = "use --decode exact" if self.device else "give --size, --crop, --interpolation, --mean and --std"
+            raise InputError(f"roi needs the place of a box in the input, which is not known for {self}", hint=give)
+        return replace(self, of_boxes=True)
+
+    def in_input(self, size: tuple[int, int], box: Box | None) -> tuple[Box, str]:
+        """Return the part of a box that lies in the input.
+
+        Args:
+            size: (width, height) of the picture.
+            box: left, upper, right and lower edge in pixels of it; None: all of it.
+
+        Returns:
+            The edges in pixels of the input, and what the user should know: that the crop cuts a part of the box off.
+
+        Raises:
+            ValueError: no part of the box lies in the input.
+        """
+        # The arithmetic of torchvision's functions, which pad a picture that is smaller than the crop.
+        full, crop = np.array(size), np.array(self.crop_px[::-1])
+        squashed = not isinstance(self.resize_px, int)
+        resized = np.array(self.resize_px)[::-1] if squashed else (self.resize_px * full / full.min()).astype(int)
+        start = np.where(resized < crop, -((crop - resized) // 2), np.round((resized - crop) / 2))
+        edges = np.reshape(box or (0, 0, *size), (2, 2)) * resized / full - start
+        inside = edges.clip(0, crop)
+        remedy = f"--size {crop[1]}x{crop[0]} squashes pictures, and crops nothing"
+        if (inside[0] >= inside[1]).any():
+            raise ValueError(f"the box lies outside the centre crop of the picture; {remedy}")
+        note = f"the box reaches over the border of the centre crop; the part inside is used. {remedy}"
+        left, upper, right, lower = inside.ravel().tolist()
+        return (left, upper, right, lower), note if box and (inside != edges).any() else ""
 
     def cpu_transform(self, picture: Image.Image) -> Tensor:
         """Resize and crop an RGB picture in a worker.

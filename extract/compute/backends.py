@@ -123,7 +123,7 @@ def open_forward(
 
     Args:
         backbone: loaded backbone.
-        choice: features to compute.
+        choice: features to compute. Of those over boxes, maps of the whole pictures are returned, in float32.
         dtype: dtype of the returned features.
         precision: "float32"; "tf32", on a GPU that has it; "bfloat16" or "float16", by autocast or OpenVINO; or
             `WITH_WEIGHTS`: a copy of the model has its weights in bfloat16, channels last.
@@ -134,6 +134,8 @@ def open_forward(
         InputError: inside; the code of the backbone called `sys.exit`.
         LayertapError: the model cannot be copied or converted.
     """
+    if choice.is_of_boxes:
+        choice, dtype = choice.before_boxes, "float32"  # the host pools, then rounds
     transfers = transfers_for(backbone.device)
     products = tensor_float32() if precision == "tf32" else full_float32()
     with exits_refused(), evaluating(backbone.model), products, keeping_freed_memory():

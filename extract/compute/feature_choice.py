@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -129,6 +129,16 @@ class Choice:
         axes = [feature.principal_axes for feature in self.features if feature.principal_axes]
         return {each.sha256: each.path for each in axes if each.path}
 
+    @property
+    def is_of_boxes(self) -> bool:
+        """Whether the features are pooled over boxes of pictures, by the host."""
+        return any(step.of_boxes for feature in self.features for step in feature.poolings.steps)
+
+    @property
+    def before_boxes(self) -> Choice:
+        """The part of the computation that a device does, once for each picture."""
+        return replace(self, features=[replace(each, poolings=each.poolings.before_boxes) for each in self.features])
+
     def split(self) -> tuple[Choice, dict[str, PoolingChain]]:
         """Return the part of the computation that compilers take, and for each feature the poolings that follow."""
         parts = {feature.name: feature.poolings.split() for feature in self.features}
@@ -154,7 +164,10 @@ class _Request:
     by_glob: bool = False
 
 
-def choose_features(backbone: LoadedBackbone, layers: Sequence[str], *, in_order: bool = False) -> Choice:
+def choose_features(
+    backbone: LoadedBackbone, layers: Sequence[str], *, in_order: bool = False,
+    has_boxes: Callable[[], bool] = lambda: False,
+) -> Choice:  # fmt: skip
     """Resolve layer arguments against a backbone.
 
     Args:
@@ -162,10 +175,12 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str], *, in_order
         layers: `LAYER[:POOLING]...` each. LAYER is a name, a glob, a name with a call (`relu#1`) or a path (`lstm:0`),
             or `embedding`. Several poolings follow each other. The default is `auto`.
         in_order: give the features in the order of the network, in place of that of `layers`: figures show them so.
+        has_boxes: whether rows are boxes of pictures, which the pooling `roi` needs.
 
     Raises:
         UnknownNameError: a layer or pooling does not exist.
-        InputError: a layer never runs, its rows are not the images, or the pooling does not fit.
+        InputError: a layer never runs, its rows are not the images, or the pooling does not fit. Some are pooled over
+            boxes and others not, or there are no boxes.
     """
     layer_names = named_layers(backbone.model)
     requests = [request for text in layers for request in _parse(backbone, layer_names, text)]
@@ -206,7 +221,21 @@ def choose_features(backbone: LoadedBackbone, layers: Sequence[str], *, in_order
         named.sort(key=lambda feature: places[feature.site.layer])
     if len({feature.name for feature in named}) < len(named):
         raise InputError(f"{backbone.spec} has a layer called {EMBEDDING!r}", hint="extract it in a separate run")
-    return Choice(named, list(never_run))
+    choice = Choice(named, list(never_run))
+    if choice.is_of_boxes:
+        _check_boxes(choice, has_boxes())
+    return choice
+
+
+def _check_boxes(choice: Choice, has_boxes: bool) -> None:
+    whole = {feature.poolings.steps[-1].of_boxes: f"{feature.site}:{feature.pooling}" for feature in choice.features}
+    if not has_boxes:
+        raise InputError(
+            f"{whole[True]} pools over boxes, and these images have none", hint="name boxes: --boxes TABLE"
+        )
+    if False in whole:
+        what = f"{whole[True]} is of whole pictures, and {whole[False]} of boxes that are cut out of them"
+        raise InputError(what, hint="use roi for all layers, or compute two data sets")
 
 
 def with_projection_sizes(layers: Sequence[str], images: int, distortion: float | None) -> list[str]:

@@ -6,6 +6,9 @@ might be channels is averaged.
 
 Poolings combine from left to right: `grid4:srp512` pools to a grid of 4 x 4, and projects it to 512 values. Each takes
 an activation and its layout, and gives another activation with another layout.
+
+`roi` comes last. It pools over boxes of pictures, of which a picture has several: the device computes what comes before
+it, once for each picture, and the host pools (`rows_of` in `extract/extraction/pipeline.py`).
 """
 
 from __future__ import annotations
@@ -96,13 +99,15 @@ class PoolingStep:
         layout: layout of its result.
         shape: shape of its result for one image.
         projection: what it projects by; None: it is no projection.
+        of_boxes: whether it pools over boxes; `function` then takes them by name, see `_roi`.
     """
 
     name: str
-    function: Callable[[Tensor], Tensor]
+    function: Callable[..., Tensor]
     layout: Layout
     shape: tuple[int, ...]
     projection: AxesProjection | SparseProjection | None
+    of_boxes: bool = False
 
     @property
     def principal_axes(self) -> AxesProjection | None:
@@ -153,6 +158,11 @@ class PoolingChain:
         """The poolings before the projection on principal axes."""
         return PoolingChain(tuple(takewhile(lambda step: step.principal_axes is None, self.steps)))
 
+    @property
+    def before_boxes(self) -> PoolingChain:
+        """The poolings before that over boxes."""
+        return PoolingChain(tuple(step for step in self.steps if not step.of_boxes))
+
     def split(self) -> tuple[PoolingChain, PoolingChain]:
         """Return the poolings that a compiler takes, and those from a projection on; either may have no steps."""
         # Inductor unrolls the hundreds of operations of a sparse projection. For 802,816 -> 4,096, OpenVINO takes 12 ms
@@ -187,6 +197,8 @@ def resolve_pooling(poolings: str, activation: Tensor, layout: Layout, reads_cla
         if name == "auto":
             name = _automatic(layout, shape, reads_class_token)
         try:
+            if steps and steps[-1].of_boxes:
+                raise InputError(f"there is no {name}: a pooling over boxes is the last one")
             step, activation = _applied(name, layout, activation)
             if step.principal_axes and any(before.principal_axes for before in steps):
                 raise InputError("axes are fitted once in a chain of poolings", hint="use one pcaK or pcawK")
@@ -227,7 +239,7 @@ def _applied(name: str, layout: Layout, activation: Tensor) -> tuple[PoolingStep
     if result.kind == "map":
         rows, columns = (pooled.shape[axis] for axis in _positions(result))
         result = replace(result, grid=(rows, columns))
-    return PoolingStep(name, function, result, tuple(pooled.shape[1:]), projection), pooled
+    return PoolingStep(name, function, result, tuple(pooled.shape[1:]), projection, entry.kind == "boxes"), pooled
 
 
 def _entry(name: str) -> tuple[Pooling, Numbers] | None:
@@ -249,7 +261,7 @@ def split_poolings(text: str) -> tuple[str, str]:
 
 
 def _misfit(name: str, layout: Layout, shape: Sequence[int]) -> InputError:
-    fitting = [name for name, entry in POOLINGS.items() if entry.kind and entry.fits(layout)]
+    fitting = [name for name, entry in POOLINGS.items() if entry.kind not in (None, "boxes") and entry.fits(layout)]
     names = fitting or [name for name, entry in POOLINGS.items() if entry.kind is None]
     names = names if layout.kind != "vector" else ["none"]
     others = f"{', '.join(names[:-1])} or {names[-1]}" if names[1:] else names[0]
@@ -329,6 +341,14 @@ def _generalised_mean_arguments(numbers: Numbers, layout: Layout, shape: tuple[i
     return f"gem{power:g}", {"power": power}
 
 
+def _map(x: Tensor, layout: Layout) -> Tensor:
+    """Return maps as they are, and patch tokens as maps (B, H, W, C)."""
+    if layout.kind == "tokens" and layout.grid:
+        x = _patches(x, layout)
+        x = x.reshape(len(x), *layout.grid, x.shape[-1])
+    return x
+
+
 def _grid(x: Tensor, layout: Layout, size: int) -> Tensor:
     """Return the means of size x size cells, which share a row or a column where sides are not divisible by size.
 
@@ -337,9 +357,7 @@ def _grid(x: Tensor, layout: Layout, size: int) -> Tensor:
     """
     import torch
 
-    if layout.kind == "tokens" and layout.grid:
-        x = _patches(x, layout)
-        x = x.reshape(len(x), *layout.grid, x.shape[-1])
+    x = _map(x, layout)
     for axis in _positions(_as_map(layout)):
         side = x.shape[axis]
         cells = [(cell * side // size, -(-(cell + 1) * side // size)) for cell in range(size)]
@@ -347,17 +365,51 @@ def _grid(x: Tensor, layout: Layout, size: int) -> Tensor:
     return x
 
 
-def _grid_arguments(numbers: Numbers, layout: Layout, shape: tuple[int, ...]) -> Named:
-    name, size = f"grid{numbers[0]}", int(numbers[0] or 0)
+def _grid_arguments(numbers: Numbers, layout: Layout, shape: tuple[int, ...], word: str = "grid") -> Named:
+    name, size = "".join([word, *map(str, numbers)]), int(numbers[0] or 0) if numbers else 1
     if layout.kind == "tokens" and layout.grid is None:
         count = shape[0] - layout.prefix_tokens
         raise InputError(f"{name} does not fit {count:,} patch tokens, whose grid is not known", hint="use mean_tokens")
     sides = layout.grid or tuple(side for side, axis in zip(shape, layout.axes, strict=True) if axis in "HW")
     if not 1 <= size <= min(sides):
         raise InputError(
-            f"{name} does not fit a grid of {sides[0]} x {sides[1]} positions", hint=f"use grid1 to grid{min(sides)}"
+            f"{name} does not fit a grid of {sides[0]} x {sides[1]} positions",
+            hint=f"use {word}1 to {word}{min(sides)}",
         )
-    return name, {"size": size}
+    return name, {"size": size} if numbers else {}
+
+
+_roi_arguments = partial(_grid_arguments, word="roi")
+
+
+def _roi(
+    x: Tensor, layout: Layout, size: int = 0, boxes: Tensor | None = None, input_px: tuple[int, int] = (1, 1)
+) -> Tensor:
+    """Return the means of size x size cells of boxes by torchvision's `roi_align` (He et al. 2017), on the CPU.
+
+    Args:
+        x: (P, ...) activations of pictures.
+        layout: their layout, maps or tokens.
+        size: cells in a row; 0: one, without axes of positions.
+        boxes: (R, 5): the picture's number, and left, upper, right and lower edge in pixels of the input; None: the
+            whole of each picture.
+        input_px: (height, width) of the input.
+
+    Returns:
+        (R, C, size, size) float32, or (R, C).
+    """
+    import torch
+    from torchvision.ops import roi_align
+
+    maps = _map(x, layout).to("cpu", torch.float32)
+    maps = maps if _as_map(layout).axes == "CHW" else maps.permute(0, 3, 1, 2)
+    if boxes is None:
+        boxes = torch.tensor([(picture, 0, 0, 1, 1) for picture in range(len(maps))])
+    height, width = (positions / px for positions, px in zip(maps.shape[2:], input_px, strict=True))
+    places = (boxes * torch.tensor([1, width, height, width, height])).float()
+    # Its default is to interpolate as many points in a cell as there are positions of the map.
+    pooled: Tensor = roi_align(maps, places, max(size, 1), aligned=True)
+    return pooled if size else pooled.flatten(1)
 
 
 def _projection_arguments(numbers: Numbers, layout: Layout, shape: tuple[int, ...]) -> Named:
@@ -393,7 +445,8 @@ class Pooling:
 
     Attributes:
         function: maps a batch of activations (B, ...) and, by name, `layout` and the `arguments` to features (B, ...).
-        kind: kind of layout that it fits; "positions" is a map or tokens; None fits every layout, including unknown.
+        kind: kind of layout that it fits; "positions" is a map or tokens, and "boxes" the same, pooled over boxes; None
+            fits every layout, including unknown.
         needs_class_token: whether it fits only tokens with a class token.
         result: maps the layout of activations to that of features.
         form: regular expression of the name, if numbers are part of it, with a group for each.
@@ -402,7 +455,7 @@ class Pooling:
     """
 
     function: Callable[..., Tensor]
-    kind: Literal["map", "tokens", "positions"] | None
+    kind: Literal["map", "tokens", "positions", "boxes"] | None
     needs_class_token: bool = False
     result: Callable[[Layout], Layout] = lambda layout: Layout("vector", "C")
     form: str = ""
@@ -412,7 +465,7 @@ class Pooling:
         """Return whether it fits activations of a layout."""
         if self.kind is None:
             return True
-        kinds = ("map", "tokens") if self.kind == "positions" else (self.kind,)
+        kinds = ("map", "tokens") if self.kind in ("positions", "boxes") else (self.kind,)
         return layout.kind in kinds and (layout.class_token or not self.needs_class_token)
 
 
@@ -451,6 +504,10 @@ POOLINGS: dict[str, Pooling] = {
     ),
     "tokens": Pooling(_tokens, "positions", result=lambda layout: replace(layout, kind="tokens", axes="TC")),
     "gridG": Pooling(_grid, "positions", result=_as_map, form=rf"grid({_NUMBER})", arguments=_grid_arguments),
+    "roi": Pooling(_roi, "boxes", arguments=_roi_arguments),
+    "roiG": Pooling(
+        _roi, "boxes", result=lambda layout: Layout("map", "CHW"), form=rf"roi({_NUMBER})", arguments=_roi_arguments
+    ),
     "srp[K][sSEED]": Pooling(
         lambda x, layout, projection: projection(x),
         None,

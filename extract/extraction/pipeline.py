@@ -52,7 +52,7 @@ from extract.store.format.writer import (
     stored_rows,
 )
 
-__all__ = ["Summary", "batches_of", "checked_batches", "extract_shard", "names_of", "rows_of"]
+__all__ = ["Summary", "batches_of", "checked_batches", "extract_shard", "names_of", "pictures_of", "rows_of"]
 
 
 def extract_shard(
@@ -94,8 +94,8 @@ def extract_shard(
     with contextlib.ExitStack() as opened:
         names, sync_s = functools.partial(names_of, plan.images), plan.settings.sync_s
         writer = opened.enter_context(open_part(plan.dataset, work, names, plan.provenance, sync_s, beside))
-        for batch, features in _computed(batches, Duplicates(writer), forward, summary, stop):
-            rows = rows_of(batch.unique, features, blank)
+        for batch, features in _computed(batches, Duplicates(writer), plan, forward, summary, stop):
+            rows = rows_of(batch.unique, plan, features, blank)
             asked = time.perf_counter()
             writer.write(batch.unique.rows, rows.features, rows.status, batch.unique.source, rows.reasons)
             if batch.copies:
@@ -206,6 +206,7 @@ class Summary:
 def _computed(
     batches: Iterator[Batch],
     duplicates: Duplicates,
+    plan: Plan,
     forward: ValidatedForward,
     summary: Summary,
     stop: Callable[[], bool] | None,
@@ -220,7 +221,7 @@ def _computed(
         if decoded is None:
             break
         batch = duplicates.split(decoded)
-        computing.append((batch, _started(batch.unique.images, forward)))
+        computing.append((batch, _started(batch.unique, plan, forward)))
         stages["forward"] += time.perf_counter() - arrived
         if forward.chosen is None or len(computing) > forward.chosen.ahead:
             yield _oldest(computing, stages)
@@ -229,13 +230,14 @@ def _computed(
         yield _oldest(computing, stages)
 
 
-def _started(images: Tensor, forward: ValidatedForward) -> Callable[[], Values]:
+def _started(batch: Batch, plan: Plan, forward: ValidatedForward) -> Callable[[], Values]:
     """Start computing images, and return what waits for their features, which are empty if there are no images."""
-    if not len(images):  # no placeholder is computed for an image that failed
+    if not len(batch.images):  # no placeholder is computed for an image that failed
         return dict
+    images = pictures_of(batch)
     if forward.chosen is not None and forward.is_validated:
         return forward.chosen.start(images)
-    values = forward.validated(images)
+    values = forward.validated(images, functools.partial(_over_boxes, batch, plan))
     return lambda: values
 
 
@@ -293,17 +295,44 @@ class Duplicates:
         return Split(batch.select(unique), batch.select(copies), np.array(origins, np.int64))
 
 
-def rows_of(batch: Batch, values: Values, blank: Mapping[str, NDArray[Any]]) -> StoredRows:
+def pictures_of(batch: Batch) -> Tensor:
+    """Return the images of a batch to compute: of boxes that are pooled, each picture once."""
+    if not batch.boxes:
+        return batch.images
+    return batch.images[np.unique(_boxes(batch)[:, 0], return_index=True)[1]]
+
+
+def _boxes(batch: Batch) -> NDArray[np.float64]:
+    """Return (B, 5): the boxes of the images of a batch, see `Batch.boxes`."""
+    good = batch.rows[batch.status == Status.OK].tolist()
+    return np.array([batch.boxes[row] for row in good], np.float64).reshape(-1, 5)
+
+
+def _over_boxes(batch: Batch, plan: Plan, values: Values) -> Values:
+    """Pool what was computed of each picture over the boxes of it."""
+    if not batch.boxes or not values:
+        return values
+    boxes = _boxes(batch)
+    pictures, boxes[:, 0] = np.unique(boxes[:, 0], return_inverse=True)
+    check_count(values, len(pictures))
+    where: dict[str, Any] = {"boxes": torch.from_numpy(boxes), "input_px": batch.images.shape[1:3]}
+    pool = {feature.name: feature.poolings.steps[-1].function for feature in plan.choice.features}
+    return {name: pool[name](torch.from_numpy(maps), **where).numpy() for name, maps in values.items()}
+
+
+def rows_of(batch: Batch, plan: Plan, values: Values, blank: Mapping[str, NDArray[Any]]) -> StoredRows:
     """Return the rows of a batch as stored: features, and a status for each row.
 
     Args:
         batch: the rows, and which of them have an image.
-        values: feature -> (B, *shape) for the images; empty if there are none.
+        plan: how they are computed.
+        values: feature -> (B, *shape) for the `pictures_of` the batch; empty if there are none.
         blank: feature -> its `StoredFeature.blank`, whose dtype the rows get.
 
     Raises:
         InputError: a feature does not have one row for each image.
     """
+    values = _over_boxes(batch, plan, values)
     check_count(values, len(batch.images))
     values = {name: _rounded(values[name], row.dtype) for name, row in blank.items()} if values else {}
     return stored_rows(batch.rows, values, blank, batch.status, batch.reasons)

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from extract.errors import InputError, LayertapError, LockedError
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Decoding, Images, load_batches
 from extract.images.loading import stop_on_machine_errors
+from extract.images.part_names import has_boxes
 from extract.row_status import Status
 from extract.store.format.dataset import UNFINISHED_HINT, DataSet, check_usable, shard_rows_for
 from extract.store.format.kept_axes import AXES_HASH, axes_file, recorded_axes
@@ -228,7 +230,10 @@ def resolve(
     backbone = _decoding(replace(backbone, preprocessing=preprocessing), settings.decode)
     engine = _engine(settings, backbone, existing)
     with evaluating(backbone.model), full_float32():
-        choice = choose_features(backbone, layers, in_order=bool(existing.layers))
+        boxes = partial(has_boxes, images.paths)
+        choice = choose_features(backbone, layers, in_order=bool(existing.layers), has_boxes=boxes)
+    if choice.is_of_boxes:
+        backbone = replace(backbone, preprocessing=backbone.preprocessing.for_boxes())
     _load_axes(choice, images, backbone, existing, settings, on_fit)
     return _plan(settings, images, backbone, existing, engine, choice)
 

@@ -20,7 +20,7 @@ from extract.compute.backbone import Backbone, load_backbone
 from extract.compute.backends import open_forward
 from extract.compute.forward import Values
 from extract.errors import InputError
-from extract.extraction.pipeline import rows_of
+from extract.extraction.pipeline import pictures_of, rows_of
 from extract.extraction.plan import Existing, Plan, asked_of, how_decoded, how_made, resolve
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Batch, Images, listed_again, load_batches
@@ -110,7 +110,8 @@ def computed_rows(plan: Plan, batches: Sequence[list[int]]) -> Generator[tuple[B
     opened = open_forward(plan.backbone, plan.choice, dtype, settings.precision, plan.engine, plan.batch_size)
     with contextlib.closing(loaded), opened as forward:
         for batch in loaded:
-            yield batch, rows_of(batch, forward(batch.images) if len(batch.images) else {}, blank)
+            values = forward(pictures_of(batch)) if len(batch.images) else {}
+            yield batch, rows_of(batch, plan, values, blank)
 
 
 def in_batches(positions: NDArray[np.int64], size: int = defaults.BATCH_SIZE) -> list[list[int]]:

@@ -84,13 +84,14 @@ class ValidatedForward(contextlib.ExitStack):
         """See `Forward`."""
         return None if self.chosen is None else self.chosen.images_at_once
 
-    def validated(self, images: Tensor) -> Values:
+    def validated(self, images: Tensor, as_rows: Callable[[Values], Values] = lambda values: values) -> Values:
         """Return the features of a batch, compared with the reference.
 
         A batch with a single image does not show which rows belong to which image; then the next one is checked too.
 
         Args:
             images: (B, ...), the first batch, or a later one while `is_validated` is False.
+            as_rows: features of the images -> of the rows, which may be several boxes of an image.
 
         Raises:
             InputError: rows of a feature are not the images.
@@ -102,12 +103,12 @@ class ValidatedForward(contextlib.ExitStack):
                 self._reference(images)
             return self.chosen(images)
         try:
-            return self._first(images)
+            return self._first(images, as_rows)
         except BaseException:
             self.close()  # what a retry opens would be added to it
             raise
 
-    def _first(self, images: Tensor) -> Values:
+    def _first(self, images: Tensor, as_rows: Callable[[Values], Values]) -> Values:
         """Return the features of the first batch, and choose the forward of the run by them."""
         plan, began = self._plan, time.perf_counter()
         engine, why_eager = _engine(plan)
@@ -126,7 +127,7 @@ class ValidatedForward(contextlib.ExitStack):
             forward, features, seconds = self._candidate(computation, images, {})
         if not plan.backbone.preprocessing.is_exact:
             computation.decoding = self._compared_decoding(forward)
-        computation.storage = self._compared_storage(features)
+        computation.storage = self._compared_storage(as_rows(features))
         computation.prepared_in_s = time.perf_counter() - began - seconds
         self._on_computation(computation)
         self.chosen = forward
@@ -249,6 +250,8 @@ def _engine(plan: Plan) -> tuple[str, str]:
         return plan.engine, ""
     # Compiled programs are not kept on disk: it saved 2 s of a start, and needed a digest of all operators and weights.
     best = default_engine(plan.backbone.device, plan.settings.precision)
+    if best == "inductor" and plan.choice.is_of_boxes:  # its batches have one size, and are padded
+        return "eager", "batches of boxes have few pictures"
     if plan.dataset.n_rows >= _PAYS_FROM[best]:
         return best, ""
     return "eager", f"compiling pays from {_PAYS_FROM[best]:,} images"

@@ -90,6 +90,8 @@ class Decoding:
         shape: (H, W, 3) of what `cpu_transform` returns, if that is uint8 and alike for all pictures, else None.
         device: device that decodes JPEG files and holds the images then; empty: none.
         transform_pixels: pictures (N, 3, H, W) on the device -> (N, *shape).
+        place: pictures are prepared whole: size, box of a row -> the box in its image, see `Preprocessing.in_input`;
+            None: boxes are cut out of pictures.
     """
 
     cpu_transform: Callable[[Image.Image], Tensor]
@@ -102,6 +104,7 @@ class Decoding:
     shape: tuple[int, int, int] | None = None
     device: str = ""
     transform_pixels: Callable[[Tensor], Tensor] | None = None
+    place: Callable[[tuple[int, int], Any], tuple[tuple[float, ...], str]] | None = None
 
     @classmethod
     def for_preprocessing(
@@ -109,7 +112,8 @@ class Decoding:
     ) -> Decoding:
         """Return the settings for a backbone's preprocessing (`extract.backbones.preprocessing.Preprocessing`)."""
         parts = {name: getattr(preprocessing, name) for name in _OF_PREPROCESSING}
-        return cls(max_pixels=max_pixels, workers=workers, batch_size=batch_size, **parts)
+        place = preprocessing.in_input if preprocessing.of_boxes else None
+        return cls(max_pixels=max_pixels, workers=workers, batch_size=batch_size, place=place, **parts)
 
 
 class Batch(NamedTuple):
@@ -128,6 +132,8 @@ class Batch(NamedTuple):
             read.
         notes: row -> what the user should know of an image that was decoded.
         jpegs: row -> the file of an image that a device is to decode; in no batch that `load_batches` yields.
+        boxes: row -> the first row of its picture, and left, upper, right and lower edge of its box in pixels of the
+            image; empty unless images are whole pictures.
     """
 
     rows: NDArray[np.int64]
@@ -140,6 +146,7 @@ class Batch(NamedTuple):
     source_hash: NDArray[np.uint8]
     notes: Mapping[int, str] = MappingProxyType({})
     jpegs: Mapping[int, Jpeg] = MappingProxyType({})
+    boxes: Mapping[int, tuple[float, ...]] = MappingProxyType({})
 
     @property
     def source(self) -> dict[str, NDArray[Any]]:
@@ -159,7 +166,7 @@ class Batch(NamedTuple):
 _NO_IMAGES = torch.empty(0, dtype=torch.uint8)
 # Fields of `Batch`: arrays with a value for each row, and what some rows have.
 _ARRAYS = ("rows", "status", "source_size", "source_mtime_ns", "source_hash")
-_OF_SOME_ROWS = ("reasons", "suspect", "notes", "jpegs")
+_OF_SOME_ROWS = ("reasons", "suspect", "notes", "jpegs", "boxes")
 
 
 class _SharedBatches:
@@ -225,6 +232,8 @@ class _Decoded(Dataset[Batch | LayertapError]):
 
     def __init__(self, source: ImageSource, decoding: Decoding, shared: _SharedBatches | None):
         self._source, self._decoding, self._shared = source, decoding, shared
+        # Of the last picture, which boxes of it share: its file, row, and image.
+        self._prepared: tuple[Any, int, Tensor] = None, -1, _NO_IMAGES
 
     def __getitems__(self, piece: _Piece) -> list[Batch | LayertapError]:
         """Decode the rows of a piece; the batches of images in shared memory have none."""
@@ -239,7 +248,7 @@ class _Decoded(Dataset[Batch | LayertapError]):
         return items
 
     def __getitem__(self, row: int) -> Batch | LayertapError:
-        data, how = b"", self._decoding
+        data, how, box = b"", self._decoding, cast("tuple[float, ...] | None", None)
         result = partial(_batch_of_row, row, -1, UNKNOWN, bytes(16))
         try:
             data, mtime_ns = self._source.read(row)
@@ -247,7 +256,14 @@ class _Decoded(Dataset[Batch | LayertapError]):
             is_whole = self._source.file(row) is None  # a device decodes whole files
             if how.device and is_whole and (jpeg := plain_jpeg(data, how.max_pixels, how.orientation, how.icc)):
                 return result(Status.OK, jpeg=jpeg)
-            picture = self._source.picture(row, data, how.max_pixels, how.min_decode_px, how.orientation, how.icc)
+            options = how.max_pixels, how.min_decode_px, how.orientation, how.icc
+            if how.place is None:
+                picture = self._source.picture(row, data, *options)
+                note = picture.info.get(NOTE, "")
+            else:
+                picture, window, of_window = self._source.whole(row, data, *options)
+                box, note = how.place(picture.size, window)
+                note = of_window or note
         except (BrokenListError, MachineError) as error:
             return error
         except Exception as error:
@@ -257,7 +273,10 @@ class _Decoded(Dataset[Batch | LayertapError]):
             of_another = status is Status.IO_ERROR or isinstance(error, MemoryError)
             return result(status, reason=text_without_credentials(reason), suspect=_kind(error) if of_another else "")
         try:
-            image = how.cpu_transform(picture)
+            if how.place is None:
+                image = how.cpu_transform(picture)
+            elif self._prepared[0] is not data:
+                self._prepared = data, row, how.cpu_transform(picture)
         except LayertapError as error:  # a fault of the transform, not of this picture
             return error
         except Exception as error:  # a user's transform may raise any type
@@ -266,13 +285,15 @@ class _Decoded(Dataset[Batch | LayertapError]):
             if isinstance(error, ValueError):
                 return result(Status.DECODE_ERROR, reason=first_line(error))
             return result(Status.DECODE_ERROR, reason=f"its preprocessing failed: {error!r}", suspect=_kind(error))
-        note = TOO_DARK if too_dark(picture) else picture.info.get(NOTE, "")
-        return result(Status.OK, torch.stack([image]), note=note)
+        if box is not None:
+            _, first_row, image = self._prepared
+            box = (first_row, *box)
+        return result(Status.OK, torch.stack([image]), note=TOO_DARK if too_dark(picture) else note, box=box)
 
 
 def _batch_of_row(
     row: int, size: int, mtime_ns: int, content_hash: bytes, status: Status, images: Tensor = _NO_IMAGES, *,
-    reason: str = "", suspect: str = "", note: str = "", jpeg: Jpeg | None = None,
+    reason: str = "", suspect: str = "", note: str = "", jpeg: Jpeg | None = None, box: tuple[float, ...] | None = None,
 ) -> Batch:  # fmt: skip
     return Batch(
         rows=np.array([row], np.int64),
@@ -285,6 +306,7 @@ def _batch_of_row(
         source_hash=np.frombuffer(content_hash, np.uint8)[None],
         notes={row: note} if note else {},
         jpegs={row: jpeg} if jpeg else {},
+        boxes={row: box} if box else {},
     )
 
 

@@ -20,7 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FileNames", "Part", "Window", "file_of", "fragment_of", "has_parts", "part_of", "window_name"]
+__all__ = [
+    "FileNames", "Part", "Window", "file_of", "fragment_of", "has_boxes", "has_parts", "part_of", "window_name",
+]  # fmt: skip
 
 _NUMBER = r"\d{1,12}(?:\.\d{1,12})?"
 _FRAGMENT = re.compile(
@@ -132,6 +134,12 @@ def file_of(name: str) -> str:
 def has_parts(names: Sequence[str]) -> bool:
     """Whether a name is that of a part."""
     return any("#" in name and fragment_of(name) for name in names)
+
+
+def has_boxes(names: Sequence[str]) -> bool:
+    """Whether the first part among these names is a box of a picture."""
+    part = part_of(next((name for name in names if "#" in name and fragment_of(name)), ""))
+    return part is not None and part.window is not None and not part.window.level
 
 
 def part_of(name: str) -> Part | None:

@@ -10,8 +10,8 @@ from PIL import Image
 
 from extract import defaults
 from extract.images.decoding import NOTE
-from extract.images.part_names import FileNames, Part, file_of, fragment_of, has_parts, part_of
-from extract.images.sources import ImageSource, PackedNames
+from extract.images.part_names import FileNames, Window, file_of, fragment_of, has_parts, part_of
+from extract.images.sources import ImageSource, PackedNames, Whole
 
 __all__ = ["Parts", "source_of"]
 
@@ -67,16 +67,27 @@ class Parts(ImageSource):
         icc: str = defaults.ICC,
     ) -> Image.Image:
         """See `ImageSource`. A file is decoded at its full size, since windows are in pixels of it."""
+        whole = self.whole(row, data, max_pixels, min_decode_px, orientation, icc)
+        if whole.box is None:
+            return whole.picture
+        cut = whole.picture.crop(whole.box)
+        if whole.note:
+            cut.info[NOTE] = whole.note
+        return cut
+
+    def whole(self, row: int, data: bytes, *options: Any) -> Whole:
+        """See `ImageSource`."""
+        max_pixels, min_decode_px, orientation, icc = options
         part = part_of(self._names[row])
         if part is None:
-            return self._files.picture(row, data, max_pixels, min_decode_px, orientation, icc)
+            return Whole(self._files.picture(row, data, max_pixels, min_decode_px, orientation, icc))
         how = max_pixels, orientation, icc
         decoded, before, whole = self._decoded
         if decoded is not data or before != how or whole is None:
             self._decoded = None, None, None  # not two pictures in memory
             whole = self._files.picture(row, data, max_pixels, 0, orientation, icc)
             self._decoded = data, how, whole
-        return _cut(whole, part)
+        return _with_box(whole, part.window)
 
     def local_path(self, row: int) -> str | None:
         """See `ImageSource`."""
@@ -100,13 +111,9 @@ class Parts(ImageSource):
         self._files.check_there()
 
 
-def _cut(picture: Image.Image, part: Part) -> Image.Image:
-    if part.window is None:
-        return picture
-    cut = picture.crop(part.window.inside(picture.size))
-    if part.window.reaches_over(picture.size):
-        cut.info[NOTE] = (
-            f"the box {part.window} reaches over the border of the picture of {picture.width} x {picture.height} "
-            "pixels; the part inside is used"
-        )
-    return cut
+def _with_box(picture: Image.Image, window: Window | None) -> Whole:
+    if window is None:
+        return Whole(picture)
+    of = f"the picture of {picture.width} x {picture.height} pixels"
+    note = f"the box {window} reaches over the border of {of}; the part inside is used"
+    return Whole(picture, window.inside(picture.size), note if window.reaches_over(picture.size) else "")

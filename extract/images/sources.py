@@ -12,7 +12,7 @@ import os
 import stat
 import time
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -25,7 +25,7 @@ from extract.system.urls import file_system, http_status, is_http, is_url, refer
 
 __all__ = [
     "UNKNOWN", "BrokenListError", "Chosen", "Files", "ImageSource", "OnDisk", "PackedNames", "TooLargeError",
-    "UnreachableError", "check_file_size", "read_remote", "suffix_of",
+    "UnreachableError", "Whole", "check_file_size", "read_remote", "suffix_of",
 ]  # fmt: skip
 
 UNKNOWN = -1  # in place of a modification time
@@ -37,6 +37,20 @@ _WAIT_S = 0.5  # before the second attempt; doubled before the third
 
 class BrokenListError(InputError):
     """The image of a row can no longer be determined; this ends the run and marks no row as failed."""
+
+
+class Whole(NamedTuple):
+    """A picture, and the box of it that a row is.
+
+    Attributes:
+        picture: the whole picture.
+        box: (left, upper, right, lower) in pixels of it; None: all of it.
+        note: what the user should know of the box.
+    """
+
+    picture: Image.Image
+    box: tuple[int, int, int, int] | None = None
+    note: str = ""
 
 
 class ImageSource(Protocol):
@@ -62,6 +76,10 @@ class ImageSource(Protocol):
     ) -> Image.Image:
         """Return the RGB picture of a row from the bytes that `read` returned; see `extract.images.decoding.decode`."""
         return decode(data, max_pixels, min_decode_px, orientation, icc)
+
+    def whole(self, row: int, data: bytes, *how: Any) -> Whole:
+        """Return the whole picture that a row is of; `how` is what `picture` takes."""
+        return Whole(self.picture(row, data, *how))
 
     def content_hash(self, row: int, data: bytes) -> bytes:
         """Return the xxh3-128 of what a row is computed from: of the bytes of its file, and which part of it."""
@@ -175,6 +193,10 @@ class Chosen(ImageSource):
     def picture(self, row: int, *how: Any, **further: Any) -> Image.Image:
         """See `ImageSource`."""
         return self._source.picture(int(self._rows[row]), *how, **further)
+
+    def whole(self, row: int, data: bytes, *how: Any) -> Whole:
+        """See `ImageSource`."""
+        return self._source.whole(int(self._rows[row]), data, *how)
 
     def content_hash(self, row: int, data: bytes) -> bytes:
         """See `ImageSource`."""

@@ -92,6 +92,10 @@ def power_mean(x: np.ndarray, power: float, axes: int | tuple[int, ...]) -> np.n
         ("grid2:tokens", (5, 4, 4), lambda x: x.reshape(3, 5, 2, 2, 2, 2).mean((3, 5)).reshape(3, 5, 4).swapaxes(1, 2)),
         ("tokens:mean_tokens", (5, 4, 4), lambda x: x.mean((2, 3))),
         ("tokens:grid2", (5, 4, 4), lambda x: x.reshape(3, 5, 2, 2, 2, 2).mean((3, 5)).transpose(0, 2, 3, 1)),
+        ("roi", (5, 4, 4), lambda x: x.mean((2, 3))),  # without boxes, of the whole picture
+        ("roi", (4, 4, 5), lambda x: x.mean((1, 2))),
+        ("roi2", (17, 6), lambda x: x[:, 1:].reshape(3, 2, 2, 2, 2, 6).mean((2, 4)).transpose(0, 3, 1, 2)),
+        ("grid4:roi2", (5, 4, 4), lambda x: x.reshape(3, 5, 2, 2, 2, 2).mean((3, 5))),
         ("grid4:grid2", (5, 4, 4), lambda x: x.reshape(3, 5, 2, 2, 2, 2).mean((3, 5))),
     ],
 )
@@ -237,7 +241,10 @@ def test_every_pooling_is_computed_in_16_bits_too() -> None:
     for shape in ((8, 7, 7), (7, 7, 8), (50, 8)):
         layout = recognise(shape, SQUARE, 1, patches=49, class_token=True)
         x = torch.randn(3, *shape, generator=generator).bfloat16()
-        for name in (key.replace("[P]", "").replace("gridG", "grid3").replace("[K][sSEED]", "20") for key in POOLINGS):
+        for name in (
+            key.replace("[P]", "").replace("gridG", "grid3").replace("roiG", "roi3").replace("[K][sSEED]", "20")
+            for key in POOLINGS
+        ):
             if name == "pca[w]K":  # computes after a fit only; `test_principal_axes.py` has it in 16 bits
                 continue
             try:
