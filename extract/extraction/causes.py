@@ -179,7 +179,7 @@ class Search:
     def _changes(self, there: Places, some: Places, places: Places, known: list[Cause], models: Models) -> Explanation:
         """Return the changes with which all rows that are there agree, tried on some."""
         plan, source = self.plan, cast(Any, self.plan.images.source)  # many changes are tried on the same pictures
-        source.decode = functools.lru_cache(2 * _TRIED)(source.decode)
+        source.picture = functools.lru_cache(2 * _TRIED)(source.picture)
 
         def tried(plan: Plan) -> float:
             """Return the largest deviation of some rows."""
@@ -254,8 +254,9 @@ def _with_model(plan: Plan, model: nn.Module) -> Plan:
 def _with_pictures(plan: Plan, edit: Callable[[Image.Image], Image.Image]) -> Plan:
     """Return the plan of edited pictures."""
     source: Any = Chosen(plan.images.source, range(len(plan.images)))
-    decode = source.decode
-    source.decode = lambda *args, **options: edit(decode(*args, **options))
+    picture, whole = source.picture, source.whole
+    source.picture = lambda *args: edit(picture(*args))
+    source.whole = lambda *args: whole(*args)._replace(picture=edit(whole(*args).picture))
     return replace(plan, images=replace(plan.images, source=source))
 
 
