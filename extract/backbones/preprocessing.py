@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +40,7 @@ OVERRIDES = {"size", "crop", "interpolation", "mean", "std"}
 # Pillow's number (Image.Resampling) -> torchvision's name (InterpolationMode).
 _OF_PILLOW = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
 INTERPOLATIONS = tuple(_OF_PILLOW.values())
+_CROPS: dict[str, Callable[..., Any]] = {"five": F.five_crop, "ten": F.ten_crop}  # kind of views -> crops of a picture
 
 Box = tuple[float, float, float, float]
 Transform = Callable[[Image.Image], Tensor]
@@ -164,17 +166,29 @@ class Preprocessing:
         left, upper, right, lower = inside.ravel().tolist()
         return (left, upper, right, lower), note if box and (inside != edges).any() else ""
 
-    def cpu_transform(self, picture: Image.Image) -> Tensor:
+    def cpu_transform(self, picture: Image.Image, view: tuple[str, int] | None = None) -> Tensor:
         """Resize and crop an RGB picture in a worker.
+
+        Args:
+            picture: the picture.
+            view: kind and number of a view; None: the centre crop. "five" and "ten": of the resized picture, as by
+                `torchvision.transforms.FiveCrop` and `TenCrop`: upper left, upper right, lower left, lower right,
+                centre; of ten, then those of the mirrored picture. "flips": the picture, and its mirror image.
 
         Returns:
             (H, W, 3) uint8, or (3, H, W) float32 from a library's own transform.
 
         Raises:
-            ValueError: the picture is so thin that it would be resized to more than `defaults.MAX_PIXELS`.
-            InputError: a user's transform called `sys.exit`.
+            ValueError: the picture is so thin that it would be resized to more than `defaults.MAX_PIXELS`, or the crop
+                is larger than the resized picture.
+            InputError: a user's transform called `sys.exit`, or crops are asked of a library's own transform.
         """
         self._check_not_thin(picture)
+        kind, number = view or ("", 0)
+        if kind in _CROPS:
+            return self._crops(picture, kind)[number]
+        if kind and number:
+            picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         if self.library_transform is None:
             return self._resized_and_cropped(picture)
         with exits_refused():
@@ -198,19 +212,33 @@ class Preprocessing:
 
     def transform_pixels(self, pixels: Tensor, antialias: bool = True) -> Tensor:
         """Resize with torchvision and crop pictures (..., 3, H, W) uint8 to (..., h, w, 3)."""
-        size = [self.resize_px] if isinstance(self.resize_px, int) else list(self.resize_px)
-        resized = tensors.resize(pixels, size, InterpolationMode(self.interpolation), antialias=antialias)
-        cropped: Tensor = tensors.center_crop(resized, list(self.crop_px))
+        cropped: Tensor = tensors.center_crop(self._resized(pixels, antialias), list(self.crop_px))
         return cropped.movedim(-3, -1).contiguous()
 
-    def _resized_and_cropped(self, picture: Image.Image) -> Tensor:
+    def _resized(self, pixels: Any, antialias: bool = True) -> Any:
+        """Return resized pixels, or a picture resized by Pillow."""
         size = [self.resize_px] if isinstance(self.resize_px, int) else list(self.resize_px)
-        interpolation = InterpolationMode(self.interpolation)
+        return (tensors if isinstance(pixels, Tensor) else F).resize(
+            pixels, size, InterpolationMode(self.interpolation), antialias=antialias
+        )
+
+    def _resized_and_cropped(self, picture: Image.Image) -> Tensor:
         if self.fast:
-            return self.transform_pixels(torch.from_numpy(np.array(picture)).permute(2, 0, 1))
-        picture = F.resize(picture, size, interpolation)
-        picture = F.center_crop(picture, list(self.crop_px))
-        return torch.from_numpy(np.array(picture))
+            return self.transform_pixels(_as_pixels(picture))
+        return torch.from_numpy(np.array(F.center_crop(self._resized(picture), list(self.crop_px))))
+
+    def _crops(self, picture: Image.Image, kind: str) -> list[Tensor]:
+        """Return the crops of a picture; those of the last one are kept, so that it is resized once for all of them."""
+        for last, what, crops in _last_crops:
+            if last is picture and what == (kind, self):
+                return crops
+        if self.library_transform is not None:
+            hint = "use --views flips, or give size, crop, interpolation, mean and std"
+            raise InputError(f"views {kind} are crops of the resized picture, which {self} does not give", hint=hint)
+        cut = _CROPS[kind](self._resized(_as_pixels(picture) if self.fast else picture), list(self.crop_px))
+        crops = [each.movedim(-3, -1) if self.fast else torch.from_numpy(np.array(each)) for each in cut]
+        _last_crops.append((picture, (kind, self), [each.contiguous() for each in crops]))
+        return _last_crops[-1][2]
 
     def to_input(self, images: Tensor) -> Tensor:
         """Convert results of `cpu_transform` to the backbone's input, (B, 3, H, W), on their device."""
@@ -247,6 +275,15 @@ class Preprocessing:
         crop = "x".join(map(str, self.crop_px))
         how = ", JPEG decoded on the GPU" if self.device else ", fast decoding" if self.fast else ""
         return f"resize {resize} {self.interpolation}, crop {crop}, mean {self.mean}, std {self.std}{how}"
+
+
+# The last picture of which crops were taken, kind and preprocessing, and the crops.
+_last_crops: deque[tuple[Image.Image, tuple[str, Preprocessing], list[Tensor]]] = deque(maxlen=1)
+
+
+def _as_pixels(picture: Image.Image) -> Tensor:
+    """Return the pixels of a picture, (3, H, W)."""
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
 
 
 @functools.cache

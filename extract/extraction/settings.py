@@ -150,11 +150,23 @@ class PartSettings:
             split, in pixels or fractions; a .json file of COCO; or a folder of YOLO or Pascal VOC files.
         context: Part of the width and height of a box to add on each side.
         box_shape: square: the square around each box, so that the preprocessing cuts nothing off; exact: the box.
+        tiles: Side in pixels of tiles, each of which becomes a row: of pictures, large TIFF, and slides.
+        overlap: Part of a tile that the next one covers too.
+        level: Level of a pyramid that tiles are read from; 0 is the largest. The columns x, y, w and h are in pixels
+            of level 0.
+        content: Least part of a tile that is not background, which has little saturation (Otsu's threshold).
+        views: Views of each image, each of which becomes a row. five, ten: crops of the resized image, as FiveCrop and
+            TenCrop of torchvision; flips: the image and its mirror image.
     """
 
     boxes: Annotated[str | os.PathLike[str] | None, PARTS] = None
     context: Annotated[float, Field(ge=0, le=10), PARTS] = 0.0
     box_shape: Annotated[Literal["square", "exact"], PARTS] = "square"
+    tiles: Annotated[int | None, Field(strict=True, ge=1), PARTS] = None
+    overlap: Annotated[float, Field(ge=0, le=0.9), PARTS] = 0.0
+    level: Annotated[int, Field(strict=True, ge=0, le=99), PARTS] = 0
+    content: Annotated[float, Field(ge=0, le=1), PARTS] = 0.0
+    views: Annotated[Literal["five", "ten", "flips"] | None, PARTS] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import re
 import warnings
 import zlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import xxhash
@@ -251,8 +251,13 @@ def plain_jpeg(data: bytes, max_pixels: int, orientation: str, icc: str) -> Jpeg
         return None
 
 
-def header_size(data: bytes, orientation: str = defaults.ORIENTATION) -> tuple[int, int] | None:
-    """Return (width, height) of a picture as `decode` would give it, from the file's header; None if unreadable."""
+def header_size(data: bytes | BinaryIO, orientation: str = defaults.ORIENTATION) -> tuple[int, int] | None:
+    """Return (width, height) of a picture as `decode` would give it, from the file's header; None if unreadable.
+
+    Args:
+        data: content of the file, or the open file, of which only the header is read.
+        orientation: see `decode`.
+    """
     try:
         with _opened(data, _MOST_STATED_PIXELS) as image:
             turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _ON_THEIR_SIDE
@@ -269,11 +274,11 @@ def pixels_of(data: bytes) -> int:
 
 
 @contextlib.contextmanager
-def _opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
+def _opened(data: bytes | BinaryIO, max_pixels: int) -> Iterator[Image.Image]:
     """Context manager: open an image file with Pillow, whose process-wide settings are those of layertap inside.
 
     Args:
-        data: content of the file.
+        data: content of the file, or the open file.
         max_pixels: limit for each picture in the file, as in icons.
 
     Raises:
@@ -287,7 +292,8 @@ def _opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about odd metadata, and pictures of over half of max_pixels
-            with Image.open(io.BytesIO(data), formats=_formats()) as image:
+            file = io.BytesIO(data) if isinstance(data, bytes) else data
+            with Image.open(file, formats=_formats()) as image:
                 yield image
     except OSError as error:
         if image is None or image.format != "TIFF" or not str(error).startswith("decoder error"):

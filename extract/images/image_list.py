@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -197,12 +197,12 @@ def is_litter(name: str) -> bool:
     return name.startswith(".") or name.lower() in _LITTER
 
 
-def pick_images(names: Iterable[str]) -> tuple[list[str], Counter[str]]:
-    """Return the names with an image suffix, and the number of other names by suffix."""
+def pick_images(names: Iterable[str], further: Collection[str] = ()) -> tuple[list[str], Counter[str]]:
+    """Return the names with an image suffix, or one of some further suffixes, and the number of others by suffix."""
     paths: list[str] = []
     left_out: Counter[str] = Counter()
     for name in names:
-        if other := other_suffix(name):
+        if (other := other_suffix(name)) and other not in further:
             left_out[other] += 1
         else:
             paths.append(name)

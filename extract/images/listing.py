@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from extract.images.part_names import has_parts
 from extract.images.part_source import source_of
 from extract.images.parts.listing import are_asked, parts_of
 from extract.images.plans import PLAN_FILE, open_plan
+from extract.images.pyramids import SLIDE_SUFFIXES
 from extract.images.sources import Chosen, Files, ImageSource, suffix_of
 from extract.system.similar_paths import did_you_mean, folder_or_list
 from extract.system.urls import file_system, is_http, is_missing, is_url, server_answer, without_query
@@ -71,7 +72,7 @@ def list_images(
             leave out are not there.
         LayertapError: a URL does not answer, or the library for its protocol is not installed.
     """
-    where = os.fspath(where).removeprefix("file://")
+    where, in_parts = os.fspath(where).removeprefix("file://"), are_asked(parts)
     kind = "plan" if not is_url(where) and is_plan(where) else kind_of(where)
     of_boxes, keep = (keep, ()) if getattr(parts, "boxes", None) else ((), keep)
     if keep and kind not in ("Hugging Face", "list"):
@@ -88,10 +89,11 @@ def list_images(
     elif kind == "archives":
         images = list_archives(where, _expanded(where))
     else:
-        images = {"array": list_array, "folder": list_folder}[kind](where)
+        slides = SLIDE_SUFFIXES if in_parts and not parts.views else ()
+        images = list_array(where) if kind == "array" else list_folder(where, slides)
     if not len(images):
         raise no_images(where, images.left_out)
-    if are_asked(parts):
+    if in_parts:
         images = parts_of(images, parts, of_boxes)
     return some_of(images, limit, without)
 
@@ -262,17 +264,21 @@ def kind_of(where: str) -> str:
     return "folder"
 
 
-def list_folder(where: str) -> Images:
+def list_folder(where: str, further: Collection[str] = ()) -> Images:
     """List every image below a folder, or a single image file; without any, the pictures in `.npy` files.
 
     Links are followed. Hidden files and litter (`is_litter`) are skipped; other files are counted in `left_out`.
+
+    Args:
+        where: the folder or file.
+        further: suffixes of other files that are images here.
     """
     folder = Path(where)
     if is_url(where):
         base = where.rstrip("/")
         root = without_credentials(base)
         names: Iterable[str] = sorted(_names_behind(where), key=os.fsencode)
-    elif folder.is_file() and folder.suffix.lower() in IMAGE_SUFFIXES:
+    elif folder.is_file() and folder.suffix.lower() in {*IMAGE_SUFFIXES, *further}:
         root, paths = str(folder.parent.resolve()), [folder.name]
         return Images(root, paths, np.full(1, -1, np.int64), [], [""], Files(root, paths))
     elif folder.is_dir():
@@ -280,9 +286,10 @@ def list_folder(where: str) -> Images:
         names = files_below(where)
     else:
         check_exists(where)
-        raise InputError(f"{where}: not an image, folder, list, archive or array")
+        hint = "slides are read in tiles: add --tiles 512" if folder.suffix.lower() in SLIDE_SUFFIXES else ""
+        raise InputError(f"{where}: not an image, folder, list, archive or array", hint=hint)
     listed = list(names)
-    paths, left_out = pick_images(listed)
+    paths, left_out = pick_images(listed, further)
     if not paths:  # beside images, such files may be anything
         paths = [name for name in listed if name.lower().endswith(ARRAY_SUFFIX)]
         del left_out[ARRAY_SUFFIX]

@@ -28,7 +28,6 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -80,7 +79,8 @@ class Decoding:
     """Settings for decoding images.
 
     Attributes:
-        cpu_transform: RGB picture -> tensor, run in the process that decodes.
+        cpu_transform: RGB picture, and kind and number of a view for rows that are views -> tensor, run in the process
+            that decodes.
         min_decode_px: see `extract.images.decoding.decode`.
         max_pixels: a larger picture is refused as a decompression bomb.
         workers: number of worker processes; 0 decodes in the calling process, as does any number in a process that may
@@ -94,7 +94,7 @@ class Decoding:
             None: boxes are cut out of pictures.
     """
 
-    cpu_transform: Callable[[Image.Image], Tensor]
+    cpu_transform: Callable[..., Tensor]
     min_decode_px: int = 0
     max_pixels: int = defaults.MAX_PIXELS
     workers: int = 0
@@ -249,12 +249,13 @@ class _Decoded(Dataset[Batch | LayertapError]):
 
     def __getitem__(self, row: int) -> Batch | LayertapError:
         data, how, box = b"", self._decoding, cast("tuple[float, ...] | None", None)
+        part = self._source.part(row)
         result = partial(_batch_of_row, row, -1, UNKNOWN, bytes(16))
         try:
             data, mtime_ns = self._source.read(row)
             result = partial(_batch_of_row, row, len(data), mtime_ns, self._source.content_hash(row, data))
-            is_whole = self._source.file(row) is None  # a device decodes whole files
-            if how.device and is_whole and (jpeg := plain_jpeg(data, how.max_pixels, how.orientation, how.icc)):
+            # A device decodes whole files.
+            if how.device and part is None and (jpeg := plain_jpeg(data, how.max_pixels, how.orientation, how.icc)):
                 return result(Status.OK, jpeg=jpeg)
             options = how.max_pixels, how.min_decode_px, how.orientation, how.icc
             if how.place is None:
@@ -274,7 +275,8 @@ class _Decoded(Dataset[Batch | LayertapError]):
             return result(status, reason=text_without_credentials(reason), suspect=_kind(error) if of_another else "")
         try:
             if how.place is None:
-                image = how.cpu_transform(picture)
+                view = part.view if part is not None else None
+                image = how.cpu_transform(picture) if view is None else how.cpu_transform(picture, view)
             elif self._prepared[0] is not data:
                 self._prepared = data, row, how.cpu_transform(picture)
         except LayertapError as error:  # a fault of the transform, not of this picture

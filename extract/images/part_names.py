@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
-    "FileNames", "Part", "Window", "file_of", "fragment_of", "has_boxes", "has_parts", "part_of", "window_name",
+    "VIEWS", "FileNames", "Part", "Window", "file_of", "fragment_of", "has_boxes", "has_parts", "part_of",
+    "window_name",
 ]  # fmt: skip
 
 _NUMBER = r"\d{1,12}(?:\.\d{1,12})?"
@@ -29,9 +30,10 @@ _FRAGMENT = re.compile(
     rf"xywh=(?P<percent>percent:)?(?P<x>{_NUMBER}),(?P<y>{_NUMBER}),(?P<w>{_NUMBER}),(?P<h>{_NUMBER})"
     rf"(?:&level=(?P<level>\d{{1,2}}))?(?:&context=(?P<context>{_NUMBER}))?(?P<square>&shape=square)?(?:&n=\d{{1,9}})?"
     r"|t=(?P<hours>\d{2,4}):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d\.\d{6})"
-    r"|view=(?P<view>[a-z]+),(?P<number>\d)",
+    r"|view=(?P<view>five(?=,[0-4])|ten|flips(?=,[01])),(?P<number>\d)",
     re.ASCII,
 )
+VIEWS = {"five": 5, "ten": 10, "flips": 2}  # kind of views -> their number
 
 
 @dataclass(frozen=True)

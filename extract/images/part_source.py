@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,10 +11,14 @@ from PIL import Image
 
 from extract import defaults
 from extract.images.decoding import NOTE
-from extract.images.part_names import FileNames, Window, file_of, fragment_of, has_parts, part_of
-from extract.images.sources import ImageSource, PackedNames, Whole
+from extract.images.part_names import FileNames, Part, Window, file_of, fragment_of, has_parts, part_of
+from extract.images.pyramids import SLIDE_SUFFIXES, Pyramid, is_read_in_regions, open_pyramid
+from extract.images.sources import ImageSource, OnDisk, PackedNames, Whole, suffix_of
+from extract.images.videos import Video, is_video
 
 __all__ = ["Parts", "source_of"]
+
+_OF_SEVERAL_FILES = (".mrxs", ".vms", ".vmu")  # slides whose pixels are in other files, which `identity` tells apart
 
 
 def source_of(names: Sequence[str], source: Callable[[Sequence[str]], ImageSource]) -> ImageSource:
@@ -29,6 +34,14 @@ def source_of(names: Sequence[str], source: Callable[[Sequence[str]], ImageSourc
     return Parts(source(FileNames(packed)), packed)
 
 
+# What is kept of the last file, for its next row: what was read of it and under which name; the hash of that; the
+# picture decoded of it, and how; the pyramid or video opened of it, and in which process, since a forked process would
+# share the position in its file.
+_NOTHING: dict[str, Any] = {
+    "_read": ("", None), "_hashed": (None, b""), "_decoded": (None, None, None), "_opened": (None, 0, None),
+}  # fmt: skip
+
+
 class Parts(ImageSource):
     """ImageSource of parts of files.
 
@@ -37,25 +50,46 @@ class Parts(ImageSource):
         names: names of the rows.
     """
 
+    _read: tuple[str, Any]
+    _hashed: tuple[Any, bytes]
+    _decoded: tuple[Any, Any, Image.Image | None]
+    _opened: tuple[Any, int, Pyramid | Video | None]
+
     def __init__(self, files: ImageSource, names: Sequence[str]):
-        self._files = files
-        self._names = names
-        self._read: tuple[str, Any] = "", None  # the last file, and what was read of it
-        self._hashed: tuple[Any, bytes] = None, b""
-        # What the last picture was decoded of, how, and the picture.
-        self._decoded: tuple[Any, Any, Image.Image | None] = None, None, None
+        self._files, self._names = files, names
+        vars(self).update(_NOTHING)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_read": ("", None), "_hashed": (None, b""), "_decoded": (None, None, None)}
+        return vars(self) | _NOTHING
 
     def read(self, row: int) -> tuple[bytes, int]:
         """See `ImageSource`."""
         name = FileNames(self._names)[row]
         file, content = self._read
         if file != name or content is None:
-            content = self._files.read(row)
+            content = self._on_disk(row, name) or self._files.read(row)
             self._read = name, content
         return content  # type: ignore[no-any-return]
+
+    def _on_disk(self, row: int, name: str) -> tuple[OnDisk, int] | None:
+        """Return what stands for a file of which only parts are read, and its modification time; None for others.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            OSError, ValueError: it is not a file of the local disk.
+        """
+        path, is_of_video = self._files.local_path(row), self._is_of_video(row)
+        if path is None and (is_of_video or suffix_of(name, SLIDE_SUFFIXES) in SLIDE_SUFFIXES):
+            raise ValueError("slides and videos are read from local files only; copy it to this machine")
+        if path is None or not (is_of_video or is_read_in_regions(path)):
+            return None
+        data = OnDisk(path)
+        return data, data.mtime_ns
+
+    def _is_of_video(self, row: int) -> bool:
+        """Whether a row is a frame of a video, or a video of which no frame could be listed."""
+        name = self._names[row]
+        return fragment_of(name).startswith("t=") or is_video(name)
 
     def picture(
         self,
@@ -67,31 +101,67 @@ class Parts(ImageSource):
         icc: str = defaults.ICC,
     ) -> Image.Image:
         """See `ImageSource`. A file is decoded at its full size, since windows are in pixels of it."""
+        part = part_of(self._names[row])
+        if self._is_of_video(row):
+            return self._frame(data, part, max_pixels, orientation)
+        if isinstance(data, OnDisk) or (part and part.window and part.window.level):
+            return self._region(data, part or Part(), max_pixels, orientation, icc)
         whole = self.whole(row, data, max_pixels, min_decode_px, orientation, icc)
-        if whole.box is None:
-            return whole.picture
-        cut = whole.picture.crop(whole.box)
-        if whole.note:
-            cut.info[NOTE] = whole.note
-        return cut
+        return whole.picture if whole.box is None else _noted(whole.picture.crop(whole.box), whole.note)
 
-    def whole(self, row: int, data: bytes, *options: Any) -> Whole:
+    def whole(self, row: int, data: bytes, *how: Any) -> Whole:
         """See `ImageSource`."""
-        max_pixels, min_decode_px, orientation, icc = options
+        if isinstance(data, OnDisk):
+            raise ValueError("it is only read in parts: a pooling of boxes (roi) needs whole pictures")
+        max_pixels, min_decode_px, *further = how
         part = part_of(self._names[row])
         if part is None:
-            return Whole(self._files.picture(row, data, max_pixels, min_decode_px, orientation, icc))
-        how = max_pixels, orientation, icc
-        decoded, before, whole = self._decoded
-        if decoded is not data or before != how or whole is None:
+            return Whole(self._files.picture(row, data, max_pixels, min_decode_px, *further))
+        decoded, before, picture = self._decoded
+        if decoded is not data or before != (max_pixels, *further) or picture is None:
             self._decoded = None, None, None  # not two pictures in memory
-            whole = self._files.picture(row, data, max_pixels, 0, orientation, icc)
-            self._decoded = data, how, whole
-        return _with_box(whole, part.window)
+            picture = self._files.picture(row, data, max_pixels, 0, *further)
+            self._decoded = data, (max_pixels, *further), picture
+        if part.window is None:
+            return Whole(picture)
+        return Whole(picture, part.window.inside(picture.size), _note(part.window, picture.size))
+
+    def _frame(self, data: bytes, part: Part | None, max_pixels: int, orientation: str) -> Image.Image:
+        video = self._opened_of(data, Video)
+        if part is None or part.seconds is None:
+            raise ValueError("no frame of this video was listed")
+        return video.picture(round(part.seconds * 1e6), max_pixels, orientation)
+
+    def _region(self, data: bytes, part: Part, max_pixels: int, orientation: str, icc: str) -> Image.Image:
+        pyramid, window = self.pyramid(data), part.window
+        if window is None:
+            width, height = pyramid.sizes[0]
+            raise ValueError(f"its {width} x {height} pixels are only read in regions: ask for tiles (--tiles 512)")
+        try:
+            return _noted(pyramid.region(window, max_pixels, orientation, icc), _note(window, pyramid.sizes[0]))
+        except Exception:
+            self._opened = _NOTHING["_opened"]  # OpenSlide reads nothing more of a slide after an error
+            raise
+
+    def pyramid(self, data: bytes) -> Pyramid:
+        """Return the levels of what `read` returned; see `extract.images.pyramids.open_pyramid`."""
+        return self._opened_of(data, open_pyramid)
+
+    def _opened_of(self, data: Any, open_file: Callable[[Any], Any]) -> Any:
+        of, process, opened = self._opened
+        if of is not data or process != os.getpid() or opened is None:
+            self._opened = _NOTHING["_opened"]
+            opened = open_file(data)
+            self._opened = data, os.getpid(), opened
+        return opened
 
     def local_path(self, row: int) -> str | None:
         """See `ImageSource`."""
         return self._files.local_path(row)
+
+    def part(self, row: int) -> Part | None:
+        """See `ImageSource`."""
+        return part_of(self._names[row])
 
     def file(self, row: int) -> str | None:
         """See `ImageSource`."""
@@ -102,7 +172,10 @@ class Parts(ImageSource):
     def content_hash(self, row: int, data: bytes) -> bytes:
         """See `ImageSource`."""
         if self._hashed[0] is not data:
-            self._hashed = data, self._files.content_hash(row, data)
+            digest = self._files.content_hash(row, data)
+            if isinstance(data, OnDisk) and data.path.lower().endswith(_OF_SEVERAL_FILES):
+                digest = xxhash.xxh3_128_digest(digest + self.pyramid(data).identity.encode())
+            self._hashed = data, digest
         digest, fragment = self._hashed[1], fragment_of(self._names[row])
         return xxhash.xxh3_128_digest(digest + fragment.encode()) if fragment else digest
 
@@ -111,9 +184,15 @@ class Parts(ImageSource):
         self._files.check_there()
 
 
-def _with_box(picture: Image.Image, window: Window | None) -> Whole:
-    if window is None:
-        return Whole(picture)
-    of = f"the picture of {picture.width} x {picture.height} pixels"
-    note = f"the box {window} reaches over the border of {of}; the part inside is used"
-    return Whole(picture, window.inside(picture.size), note if window.reaches_over(picture.size) else "")
+def _note(window: Window, size: tuple[int, int]) -> str:
+    """Return what the user should know of a window of a picture of (width, height)."""
+    if not window.reaches_over(size):
+        return ""
+    of = f"the picture of {size[0]} x {size[1]} pixels"
+    return f"the box {window} reaches over the border of {of}; the part inside is used"
+
+
+def _noted(cut: Image.Image, note: str) -> Image.Image:
+    if note:
+        cut.info[NOTE] = note
+    return cut

@@ -21,6 +21,7 @@ from PIL import Image
 from extract import defaults
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import decode
+from extract.images.part_names import Part
 from extract.system.urls import file_system, http_status, is_http, is_url, reference, server_answer
 
 __all__ = [
@@ -87,6 +88,10 @@ class ImageSource(Protocol):
 
     def local_path(self, row: int) -> str | None:
         """Return the path of a row's file; None if it is not a file of the local disk."""
+        return None
+
+    def part(self, row: int) -> Part | None:
+        """Return what part of its file a row is; None for a whole file."""
         return None
 
     def file(self, row: int) -> str | None:
@@ -205,6 +210,10 @@ class Chosen(ImageSource):
     def local_path(self, row: int) -> str | None:
         """See `ImageSource`."""
         return self._source.local_path(int(self._rows[row]))
+
+    def part(self, row: int) -> Part | None:
+        """See `ImageSource`."""
+        return self._source.part(int(self._rows[row]))
 
     def file(self, row: int) -> str | None:
         """See `ImageSource`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,14 +13,17 @@ import numpy as np
 
 from extract.errors import InputError
 from extract.images.image_list import Column, Images, labels_from_values, order_of, values_at
-from extract.images.part_names import Window, window_name
+from extract.images.part_names import VIEWS, Window, has_parts, window_name
 from extract.images.part_source import Parts
 from extract.images.parts.boxes import Box, read_boxes
+from extract.images.parts.tiles import tiles_of
 from extract.images.sources import Chosen, PackedNames
 
 __all__ = ["Listed", "are_asked", "of_files", "parts_of"]
 
-_KINDS = ("boxes",)  # settings that ask for parts
+_KINDS = ("boxes", "tiles", "views")  # settings that ask for parts
+_OF_TILES = ("overlap", "level", "content")  # settings that have an effect with `tiles` only
+_MOST_TILES = 20_000_000  # which take some GB of memory
 
 
 class Listed(NamedTuple):
@@ -43,7 +47,13 @@ class Listed(NamedTuple):
 
 
 def are_asked(asked: Any) -> bool:
-    """Whether settings (`extract.extraction.settings.PartSettings`) ask for parts of files."""
+    """Whether settings (`extract.extraction.settings.PartSettings`) ask for parts of files.
+
+    Raises:
+        InputError: a setting of tiles has no effect.
+    """
+    if not getattr(asked, "tiles", None) and (given := [name for name in _OF_TILES if getattr(asked, name, None)]):
+        raise InputError(f"{given[0]} is that of tiles, and there are none", hint="add --tiles 512")
     return any(getattr(asked, name, None) for name in _KINDS)
 
 
@@ -61,7 +71,11 @@ def parts_of(images: Images, asked: Any, keep: Sequence[str] = ()) -> Images:
     kinds = [name for name in _KINDS if getattr(asked, name)]
     if len(kinds) > 1:
         raise InputError(f"{kinds[0]} and {kinds[1]} exclude each other: a row is one kind of part")
-    return of_files(images, _of_boxes(images, asked, keep))
+    if has_parts(images.paths):
+        raise InputError(f"{images.root}: its rows are parts of images already", hint=f"leave out --{kinds[0]}")
+    if asked.boxes:
+        return of_files(images, _of_boxes(images, asked, keep))
+    return of_files(images, _of_tiles(images, asked) if asked.tiles else _of_views(images, asked.views))
 
 
 def of_files(images: Images, listed: Listed) -> Images:
@@ -128,6 +142,26 @@ def _of_boxes(images: Images, asked: Any, keep: Sequence[str]) -> Listed:
         [box.split for box in boxes] if any(box.split for box in boxes) else None,
         notes,
     )
+
+
+def _of_tiles(images: Images, asked: Any) -> Listed:
+    found = list(itertools.islice(tiles_of(Parts(images.source, images.paths), images.paths, asked), _MOST_TILES + 1))
+    if not found:
+        raise InputError(f"{images.root}: no tile of its images has a content of {asked.content:g} or more")
+    if len(found) > _MOST_TILES:
+        raise InputError(f"{images.root}: more than {_MOST_TILES:,} tiles", hint="use larger tiles, or a higher level")
+    rows, windows = [row for row, _ in found], [window for _, window in found]
+    level = {"level": np.full(len(windows), asked.level, np.int64)} if asked.level else {}
+    empty = len(images) - len(set(rows))
+    notes = (f"images without a tile of a content of {asked.content:g} or more: {empty:,}",) if empty else ()
+    names = [window_name(images.paths[row], window) for row, window in found]
+    return Listed(names, rows, _columns(windows) | level, notes=notes)
+
+
+def _of_views(images: Images, kind: str) -> Listed:
+    numbered = [(row, number) for row in range(len(images)) for number in range(VIEWS[kind])]
+    names = [f"{images.paths[row]}#view={kind},{number}" for row, number in numbered]
+    return Listed(names, [row for row, _ in numbered], {})
 
 
 def _notes(images: Images, where: Any, files: Sequence[str], rows: Sequence[int]) -> tuple[str, ...]:
