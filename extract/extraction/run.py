@@ -37,9 +37,9 @@ from extract.extraction.settings import BackboneSettings, ExtractionSettings, ta
 from extract.extraction.validation import Computation, ValidatedForward
 from extract.images import Batch, Images, list_images, load_batches
 from extract.images.datasets import MapDataset, is_in_memory, list_dataset
+from extract.images.image_list import are_asked
 from extract.images.listing import some_of
 from extract.images.loading import Load
-from extract.images.parts.listing import are_asked, parts_of
 from extract.images.sources import ImageSource
 from extract.row_status import Status
 from extract.store.format.dataset import BUILDING, DataSet, ShardFiles
@@ -128,7 +128,10 @@ def _listed(arguments: Arguments) -> Images:
         listed = list_images(where, keep=keep, parts=arguments)
     else:
         listed = list_dataset(where, keep)
-        listed = parts_of(listed, arguments) if are_asked(arguments) else listed
+        if are_asked(arguments):
+            from extract.images.parts.listing import parts_of
+
+            listed = parts_of(listed, arguments)
     images = some_of(listed, arguments.limit, arguments.without)
     are_told = len(listed.notes) if isinstance(where, str | os.PathLike) and not are_asked(arguments) else 0
     for note in images.notes[are_told:]:

@@ -157,6 +157,9 @@ class PartSettings:
         content: Least part of a tile that is not background, which has little saturation (Otsu's threshold).
         views: Views of each image, each of which becomes a row. five, ten: crops of the resized image, as FiveCrop and
             TenCrop of torchvision; flips: the image and its mirror image.
+        fps: Frames of videos: the first in each interval of 1/FPS seconds, counted from the first frame.
+        every: Frames of videos: each EVERY-th, from the first.
+        keyframes: Frames of videos: those that the file marks as key frames.
     """
 
     boxes: Annotated[str | os.PathLike[str] | None, PARTS] = None
@@ -167,6 +170,9 @@ class PartSettings:
     level: Annotated[int, Field(strict=True, ge=0, le=99), PARTS] = 0
     content: Annotated[float, Field(ge=0, le=1), PARTS] = 0.0
     views: Annotated[Literal["five", "ten", "flips"] | None, PARTS] = None
+    fps: Annotated[float | None, Field(gt=0, le=1000), PARTS] = None
+    every: Annotated[int | None, Field(strict=True, ge=1), PARTS] = None
+    keyframes: Annotated[bool, PARTS] = False
 
 
 @dataclass(frozen=True, kw_only=True)

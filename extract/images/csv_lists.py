@@ -25,7 +25,6 @@ from extract.images.image_list import (
     text_column,
     values_at,
 )
-from extract.images.part_source import source_of
 from extract.images.sources import Files, read_remote
 from extract.system.optional_libraries import library
 from extract.system.similar_paths import did_you_mean
@@ -76,6 +75,8 @@ def list_table(where: str, keep: Sequence[str] = ()) -> Images:
         UnknownNameError: a column to keep does not exist.
         InputError: the list has no column `path`, a row is not valid, or a path occurs twice.
     """
+    from extract.images.part_source import source_of  # not needed for a folder
+
     root, base = places_of(where)
     rows: dict[bytes, Row] = {}
     with_credentials: dict[bytes, str] = {}

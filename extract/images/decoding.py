@@ -23,8 +23,9 @@ from extract.errors import MachineError, first_line, is_of_the_machine
 from extract.system.optional_libraries import pip_install
 
 __all__ = [
-    "ARRAY_SUFFIX", "IMAGE_SUFFIXES", "NOTE", "Jpeg", "PixelTypeError", "check_decoders", "check_whole", "conversion",
-    "decode", "from_pixels", "header_size", "pixels_of", "plain_jpeg", "to_picture", "too_dark",
+    "ARRAY_SUFFIX", "IMAGE_SUFFIXES", "NOTE", "SLIDES", "SLIDE_SUFFIXES", "VIDEO_SUFFIXES", "Jpeg", "PixelTypeError",
+    "check_decoders", "check_whole", "conversion", "decode", "from_pixels", "header_size", "pixels_of", "plain_jpeg",
+    "to_picture", "too_dark",
 ]  # fmt: skip
 
 # Formats that Pillow reads, except those that other programs must render (EPS, PDF, WMF, EMF), measurement data (FITS,
@@ -35,6 +36,13 @@ IMAGE_SUFFIXES = frozenset({
     ".jp2", ".jpc", ".jpe", ".jpeg", ".jpf", ".jpg", ".jpx", ".mpo", ".msp", ".pbm", ".pcx", ".pgm", ".png", ".pnm",
     ".ppm", ".psd", ".pxr", ".qoi", ".ras", ".rgb", ".rgba", ".sgi", ".tga", ".tif", ".tiff", ".vda", ".vst", ".webp",
     ".xbm", ".xpm",
+})  # fmt: skip
+# Files that are images if parts of them are asked for: slides that OpenSlide reads, with BigTIFF, and videos.
+SLIDES = frozenset({".bif", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".vms", ".vmu"})
+SLIDE_SUFFIXES = SLIDES | {".btf", ".tf2", ".tf8"}
+VIDEO_SUFFIXES = frozenset({
+    ".3g2", ".3gp", ".asf", ".avi", ".f4v", ".flv", ".m2ts", ".m2v", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg",
+    ".mts", ".mxf", ".ogv", ".ts", ".vob", ".webm", ".wmv",
 })  # fmt: skip
 ARRAY_SUFFIX = ".npy"  # of a picture in an array, in a folder without other images
 _HEIF_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})  # ISO/IEC 23008-12

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from extract.credentials import without_credentials
 from extract.errors import InputError, first_line, unknown_name
-from extract.images.decoding import IMAGE_SUFFIXES
+from extract.images.decoding import IMAGE_SUFFIXES, SLIDE_SUFFIXES, VIDEO_SUFFIXES
 from extract.images.sources import Chosen, ImageSource
 from extract.system.optional_libraries import library
 
 __all__ = [
-    "SPLITS", "Column", "Images", "ListHashes", "arrow_column", "chosen_columns", "in_pieces", "is_litter", "joined",
-    "label_text", "labels_from_folders", "labels_from_values", "labels_hash", "order_of", "other_suffix", "pick_images",
-    "text_column", "texts_hash", "values_at",
+    "PART_KINDS", "SPLITS", "Column", "Images", "ListHashes", "are_asked", "are_frames", "arrow_column",
+    "chosen_columns", "in_pieces", "is_litter", "joined", "label_text", "labels_from_folders", "labels_from_values",
+    "labels_hash", "order_of", "other_suffix", "pick_images", "suffixes_of", "text_column", "texts_hash", "values_at",
 ]  # fmt: skip
 
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
@@ -36,6 +36,12 @@ _LITTER = frozenset({
 
 _LARGEST_LABEL = 100_000  # integers up to it are labels; with a larger one, integers are class names
 _PIECE_ROWS = 100_000
+
+# Settings (`extract.extraction.settings.PartSettings`) that ask for rows that are parts of files, and those that have an
+# effect with tiles only.
+_FRAMES = ("fps", "every", "keyframes")
+PART_KINDS = ("boxes", "tiles", "views", *_FRAMES)
+_OF_TILES = ("overlap", "level", "content")
 
 Column = Sequence[str] | NDArray[Any]
 
@@ -150,6 +156,30 @@ class Images:
         return labels_hash(self.labels, texts)
 
 
+def are_asked(asked: Any) -> bool:
+    """Whether settings ask for parts of files.
+
+    Raises:
+        InputError: a setting of tiles has no effect.
+    """
+    if not getattr(asked, "tiles", None) and (given := [name for name in _OF_TILES if getattr(asked, name, None)]):
+        raise InputError(f"{given[0]} is that of tiles, and there are none", hint="add --tiles 512")
+    return any(getattr(asked, name, None) for name in PART_KINDS)
+
+
+def are_frames(asked: Any) -> bool:
+    """Whether settings ask for frames of videos."""
+    return any(getattr(asked, name, None) for name in _FRAMES)
+
+
+def suffixes_of(asked: Any) -> frozenset[str]:
+    """Return the suffixes of the files that a run lists: of images, slides or videos."""
+    if are_frames(asked):
+        return VIDEO_SUFFIXES
+    with_slides = getattr(asked, "tiles", None) or getattr(asked, "boxes", None)
+    return IMAGE_SUFFIXES | SLIDE_SUFFIXES if with_slides else IMAGE_SUFFIXES
+
+
 def texts_hash(pieces: Iterable[Sequence[str | bytes]]) -> str:
     """Return the xxh3-128 of texts, separated by zero bytes."""
     digest = xxhash.xxh3_128()
@@ -197,22 +227,22 @@ def is_litter(name: str) -> bool:
     return name.startswith(".") or name.lower() in _LITTER
 
 
-def pick_images(names: Iterable[str], further: Collection[str] = ()) -> tuple[list[str], Counter[str]]:
-    """Return the names with an image suffix, or one of some further suffixes, and the number of others by suffix."""
+def pick_images(names: Iterable[str], suffixes: Collection[str] = IMAGE_SUFFIXES) -> tuple[list[str], Counter[str]]:
+    """Return the names with an image suffix, or one of others, and the number of other names by suffix."""
     paths: list[str] = []
     left_out: Counter[str] = Counter()
     for name in names:
-        if (other := other_suffix(name)) and other not in further:
+        if other := other_suffix(name, suffixes):
             left_out[other] += 1
         else:
             paths.append(name)
     return paths, left_out
 
 
-def other_suffix(name: str) -> str:
+def other_suffix(name: str, suffixes: Collection[str] = IMAGE_SUFFIXES) -> str:
     """Return the suffix of a file that is not an image ("no suffix" if it has none), or "" for an image."""
     suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122  a Path for each of a million files is slow
-    if suffix in IMAGE_SUFFIXES:
+    if suffix in suffixes:
         return ""
     return suffix or "no suffix"
 

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,14 +24,25 @@ from extract.images.archives import ARCHIVES, list_archives
 from extract.images.arrays import list_array, split_name
 from extract.images.csv_lists import TABLES, list_table
 from extract.images.datasets import PROTOCOL, is_in_memory, is_on_disk, list_hugging_face
-from extract.images.decoding import ARRAY_SUFFIX, IMAGE_SUFFIXES, PixelTypeError, decode
-from extract.images.image_list import Images, is_litter, labels_from_folders, pick_images
+from extract.images.decoding import (
+    ARRAY_SUFFIX,
+    IMAGE_SUFFIXES,
+    SLIDE_SUFFIXES,
+    VIDEO_SUFFIXES,
+    PixelTypeError,
+    decode,
+)
+from extract.images.image_list import (
+    Images,
+    are_asked,
+    are_frames,
+    is_litter,
+    labels_from_folders,
+    pick_images,
+    suffixes_of,
+)
 from extract.images.named_images import named_images
-from extract.images.part_names import has_parts
-from extract.images.part_source import source_of
-from extract.images.parts.listing import are_asked, parts_of
 from extract.images.plans import PLAN_FILE, open_plan
-from extract.images.pyramids import SLIDE_SUFFIXES
 from extract.images.sources import Chosen, Files, ImageSource, suffix_of
 from extract.system.similar_paths import did_you_mean, folder_or_list
 from extract.system.urls import file_system, is_http, is_missing, is_url, server_answer, without_query
@@ -43,6 +54,7 @@ __all__ = [
 
 _MOST_ARCHIVES = 1_000_000
 _ARRAYS = (".npy", ".h5", ".hdf5")
+_FRAMES = "rows of a video are its frames: add --fps 1, --every 16 or --keyframes"
 SUFFIXES = (*TABLES, *ARCHIVES, *_ARRAYS)  # of files that hold images
 
 Entry = TypeVar("Entry")
@@ -74,6 +86,8 @@ def list_images(
     """
     where, in_parts = os.fspath(where).removeprefix("file://"), are_asked(parts)
     kind = "plan" if not is_url(where) and is_plan(where) else kind_of(where)
+    if are_frames(parts) and (is_url(where) or kind in ("Hugging Face", "array", "archives")):
+        raise InputError(f"{where}: frames are taken of videos in a folder or list of this machine")
     of_boxes, keep = (keep, ()) if getattr(parts, "boxes", None) else ((), keep)
     if keep and kind not in ("Hugging Face", "list"):
         raise InputError(
@@ -88,12 +102,15 @@ def list_images(
         images = open_plan(where)
     elif kind == "archives":
         images = list_archives(where, _expanded(where))
+    elif kind == "array":
+        images = list_array(where)
     else:
-        slides = SLIDE_SUFFIXES if in_parts and not parts.views else ()
-        images = list_array(where) if kind == "array" else list_folder(where, slides)
+        images = list_folder(where, suffixes_of(parts))
     if not len(images):
-        raise no_images(where, images.left_out)
+        raise no_images(where, images.left_out, "video" if are_frames(parts) else "image")
     if in_parts:
+        from extract.images.parts.listing import parts_of  # formats that few runs need
+
         images = parts_of(images, parts, of_boxes)
     return some_of(images, limit, without)
 
@@ -143,6 +160,8 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
         )
     none = np.full(len(paths), -1, np.int64)
     if not is_url(root) and kind_of(root) == "folder" and not is_plan(root):
+        from extract.images.part_source import source_of
+
         source = source_of(paths, partial(Files, root))
         try:
             source.check_there()
@@ -159,6 +178,9 @@ def listed_again(dataset_root: str, paths: Sequence[str], images: str | None = N
 def _listed_in(images: Images, paths: Sequence[str]) -> ImageSource:
     """Return the source of images with these paths, or of parts of them."""
     rows = images.rows_of(paths)
+    from extract.images.part_names import has_parts
+    from extract.images.part_source import source_of
+
     if None in rows and has_parts(paths):
         return source_of(paths, partial(_listed_in, images))
     if None in rows:
@@ -264,21 +286,21 @@ def kind_of(where: str) -> str:
     return "folder"
 
 
-def list_folder(where: str, further: Collection[str] = ()) -> Images:
+def list_folder(where: str, suffixes: frozenset[str] = IMAGE_SUFFIXES) -> Images:
     """List every image below a folder, or a single image file; without any, the pictures in `.npy` files.
 
     Links are followed. Hidden files and litter (`is_litter`) are skipped; other files are counted in `left_out`.
 
     Args:
-        where: the folder or file.
-        further: suffixes of other files that are images here.
+        where: the folder, its URL, or the file.
+        suffixes: those of the files to list.
     """
     folder = Path(where)
     if is_url(where):
         base = where.rstrip("/")
         root = without_credentials(base)
         names: Iterable[str] = sorted(_names_behind(where), key=os.fsencode)
-    elif folder.is_file() and folder.suffix.lower() in {*IMAGE_SUFFIXES, *further}:
+    elif folder.is_file() and folder.suffix.lower() in suffixes:
         root, paths = str(folder.parent.resolve()), [folder.name]
         return Images(root, paths, np.full(1, -1, np.int64), [], [""], Files(root, paths))
     elif folder.is_dir():
@@ -287,10 +309,11 @@ def list_folder(where: str, further: Collection[str] = ()) -> Images:
     else:
         check_exists(where)
         hint = "slides are read in tiles: add --tiles 512" if folder.suffix.lower() in SLIDE_SUFFIXES else ""
+        hint = _FRAMES if folder.suffix.lower() in VIDEO_SUFFIXES else hint
         raise InputError(f"{where}: not an image, folder, list, archive or array", hint=hint)
     listed = list(names)
-    paths, left_out = pick_images(listed, further)
-    if not paths:  # beside images, such files may be anything
+    paths, left_out = pick_images(listed, suffixes)
+    if not paths and suffixes >= IMAGE_SUFFIXES:  # beside images, such files may be anything
         paths = [name for name in listed if name.lower().endswith(ARRAY_SUFFIX)]
         del left_out[ARRAY_SUFFIX]
     source = Files(base, paths)
@@ -465,15 +488,18 @@ def _errors_of_listing(where: str, may_be_missing: bool = False) -> Iterator[Non
             raise InputError(f"{where}: no such folder or file") from error
 
 
-def no_images(where: str, left_out: Counter[str]) -> InputError:
-    """Return the error for a place whose files are all counted in `left_out`, as none of them is an image."""
+def no_images(where: str, left_out: Counter[str], what: str = "image") -> InputError:
+    """Return the error for a place whose files are all counted in `left_out`, as none of them is an image or video."""
     kinds = ", ".join(f"{kind} {count}" for kind, count in left_out.most_common(5))
-    seen = f"none of its {left_out.total():,} files is an image ({kinds})"
+    one = {"image": "an image", "video": "a video"}[what]
+    seen = f"none of its {left_out.total():,} files is {one} ({kinds})"
     if left_out.total() == 1:
-        seen = f"its only file is not an image ({kinds})"
+        seen = f"its only file is not {one} ({kinds})"
     if not kinds:
         seen = "the folder is empty" if os.path.isdir(where) else "it is empty"  # noqa: PTH112
-    hint = "images end in .jpg, .png, .tif, .webp and others" if kinds else ""
+    hint = "images end in .jpg, .png, .tif, .webp and others" if kinds and what == "image" else ""
+    if what == "image" and not VIDEO_SUFFIXES.isdisjoint(left_out):
+        hint = _FRAMES
     if any(left_out[suffix] for suffix in ARCHIVES):
         hint = f"to read archives, give a pattern, such as '{where}/*.tar'"
-    return InputError(f"{where}: no images; {seen}", hint=hint)
+    return InputError(f"{where}: no {what}s; {seen}", hint=hint)

@@ -37,7 +37,7 @@ from extract.errors import LayertapError, MachineError, first_line, is_of_the_ma
 from extract.images.decoding import NOTE, Jpeg, check_decoders, pixels_of, plain_jpeg, too_dark
 from extract.images.device_decoding import JpegDecoder
 from extract.images.image_list import Images
-from extract.images.sources import UNKNOWN, BrokenListError, ImageSource, UnreachableError
+from extract.images.sources import UNKNOWN, ImageSource, UnreachableError
 from extract.row_status import Status
 
 __all__ = [
@@ -265,7 +265,7 @@ class _Decoded(Dataset[Batch | LayertapError]):
                 picture, window, of_window = self._source.whole(row, data, *options)
                 box, note = how.place(picture.size, window)
                 note = of_window or note
-        except (BrokenListError, MachineError) as error:
+        except LayertapError as error:  # of the list, the machine, or a library that is not installed
             return error
         except Exception as error:
             if is_of_the_machine(error) or (isinstance(error, MemoryError) and pixels_of(data) < _NOT_MANY_PIXELS):

@@ -22,7 +22,7 @@ from typing import Any
 
 __all__ = [
     "VIEWS", "FileNames", "Part", "Window", "file_of", "fragment_of", "has_boxes", "has_parts", "part_of",
-    "window_name",
+    "time_name", "window_name",
 ]  # fmt: skip
 
 _NUMBER = r"\d{1,12}(?:\.\d{1,12})?"
@@ -165,6 +165,16 @@ def window_name(file: str, window: Window) -> str:
     name += f"&level={window.level}" if window.level else ""
     name += f"&context={_digits(window.context)}" if window.context else ""
     return name + ("&shape=square" if window.square else "")
+
+
+def time_name(file: str, microseconds: int) -> str:
+    """Return the name of a frame of a file.
+
+    >>> time_name("a.mp4", 12_040_000)
+    'a.mp4#t=00:00:12.040000'
+    """
+    minutes, within = divmod(microseconds, 60_000_000)
+    return f"{file}#t={minutes // 60:02}:{minutes % 60:02}:{within // 1_000_000:02}.{within % 1_000_000:06}"
 
 
 def _digits(number: float) -> str:

@@ -10,11 +10,11 @@ import xxhash
 from PIL import Image
 
 from extract import defaults
-from extract.images.decoding import NOTE
+from extract.images.decoding import NOTE, SLIDE_SUFFIXES, VIDEO_SUFFIXES
 from extract.images.part_names import FileNames, Part, Window, file_of, fragment_of, has_parts, part_of
-from extract.images.pyramids import SLIDE_SUFFIXES, Pyramid, is_read_in_regions, open_pyramid
+from extract.images.pyramids import Pyramid, is_read_in_regions, open_pyramid
 from extract.images.sources import ImageSource, OnDisk, PackedNames, Whole, suffix_of
-from extract.images.videos import Video, is_video
+from extract.images.videos import Video
 
 __all__ = ["Parts", "source_of"]
 
@@ -89,7 +89,7 @@ class Parts(ImageSource):
     def _is_of_video(self, row: int) -> bool:
         """Whether a row is a frame of a video, or a video of which no frame could be listed."""
         name = self._names[row]
-        return fragment_of(name).startswith("t=") or is_video(name)
+        return fragment_of(name).startswith("t=") or suffix_of(name, VIDEO_SUFFIXES) in VIDEO_SUFFIXES
 
     def picture(
         self,
@@ -127,7 +127,7 @@ class Parts(ImageSource):
         return Whole(picture, part.window.inside(picture.size), _note(part.window, picture.size))
 
     def _frame(self, data: bytes, part: Part | None, max_pixels: int, orientation: str) -> Image.Image:
-        video = self._opened_of(data, Video)
+        video: Video = self._opened_of(data, Video)
         if part is None or part.seconds is None:
             raise ValueError("no frame of this video was listed")
         return video.picture(round(part.seconds * 1e6), max_pixels, orientation)
@@ -145,7 +145,8 @@ class Parts(ImageSource):
 
     def pyramid(self, data: bytes) -> Pyramid:
         """Return the levels of what `read` returned; see `extract.images.pyramids.open_pyramid`."""
-        return self._opened_of(data, open_pyramid)
+        pyramid: Pyramid = self._opened_of(data, open_pyramid)
+        return pyramid
 
     def _opened_of(self, data: Any, open_file: Callable[[Any], Any]) -> Any:
         of, process, opened = self._opened

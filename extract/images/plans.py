@@ -29,8 +29,6 @@ import xxhash
 from extract.credentials import without_credentials
 from extract.errors import InputError, first_line
 from extract.images.image_list import Images, ListHashes
-from extract.images.part_names import FileNames
-from extract.images.part_source import Parts
 from extract.images.sources import BrokenListError, Files
 from extract.system.atomic_files import open_regular
 from extract.system.json_files import Text, parse_json
@@ -147,6 +145,9 @@ def open_plan(where: str | os.PathLike[str]) -> Images:
         starts = [0, *description["ends"]]
         if len(starts) < 2 or starts != sorted({*starts}):
             raise ValueError(f"its row groups end at {starts[1:]}")
+    from extract.images.part_names import FileNames
+    from extract.images.part_source import Parts
+
     columns: dict[str, Any] = {
         name: PlanColumn(file, name, starts, len(description["classes"]), digest) for name in types
     }

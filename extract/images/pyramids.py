@@ -19,15 +19,13 @@ from PIL import Image
 
 from extract import defaults
 from extract.errors import LayertapError, MachineError, first_line, is_of_the_machine
-from extract.images.decoding import header_size, to_picture
+from extract.images.decoding import SLIDE_SUFFIXES, SLIDES, header_size, to_picture
 from extract.images.part_names import Window
 from extract.images.sources import OnDisk, suffix_of
 from extract.system.optional_libraries import library
 
-__all__ = ["SLIDE_SUFFIXES", "Pyramid", "is_read_in_regions", "open_pyramid"]
+__all__ = ["Pyramid", "is_read_in_regions", "open_pyramid"]
 
-_SLIDES = frozenset({".bif", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".vms", ".vmu"})  # those of OpenSlide
-SLIDE_SUFFIXES = _SLIDES | {".btf", ".tf2", ".tf8"}  # with BigTIFF: images only if parts of them are asked for
 _TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _ORIENTATION, _ICC = 274, 34675  # TIFF 6.0 tags
 # Values of the tags PhotometricInterpretation and ExtraSamples -> Pillow's mode. A decoder of JPEG converts YCbCr.
@@ -65,7 +63,7 @@ def open_pyramid(data: bytes) -> Pyramid:
         ValueError: it is damaged, or of a kind that is not read.
     """
     try:
-        is_slide = isinstance(data, OnDisk) and suffix_of(data.path, ()) in _SLIDES
+        is_slide = isinstance(data, OnDisk) and suffix_of(data.path, ()) in SLIDES
         return _Slide(data.path) if is_slide else _Tiff(data)  # type: ignore[attr-defined]
     except LayertapError as error:  # no row is marked as failed
         raise MachineError(error.message, hint=error.hint) from error

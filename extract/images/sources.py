@@ -12,7 +12,7 @@ import os
 import stat
 import time
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -21,8 +21,10 @@ from PIL import Image
 from extract import defaults
 from extract.errors import InputError, LayertapError, first_line
 from extract.images.decoding import decode
-from extract.images.part_names import Part
 from extract.system.urls import file_system, http_status, is_http, is_url, reference, server_answer
+
+if TYPE_CHECKING:
+    from extract.images.part_names import Part
 
 __all__ = [
     "UNKNOWN", "BrokenListError", "Chosen", "Files", "ImageSource", "OnDisk", "PackedNames", "TooLargeError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,18 +12,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from extract.errors import InputError
-from extract.images.image_list import Column, Images, labels_from_values, order_of, values_at
-from extract.images.part_names import VIEWS, Window, has_parts, window_name
+from extract.errors import InputError, first_line
+from extract.images.image_list import PART_KINDS, Column, Images, labels_from_values, order_of, values_at
+from extract.images.part_names import VIEWS, Window, has_parts, time_name, window_name
 from extract.images.part_source import Parts
 from extract.images.parts.boxes import Box, read_boxes
 from extract.images.parts.tiles import tiles_of
 from extract.images.sources import Chosen, PackedNames
+from extract.images.videos import times_of
 
-__all__ = ["Listed", "are_asked", "of_files", "parts_of"]
+__all__ = ["Listed", "of_files", "parts_of"]
 
-_KINDS = ("boxes", "tiles", "views")  # settings that ask for parts
-_OF_TILES = ("overlap", "level", "content")  # settings that have an effect with `tiles` only
 _MOST_TILES = 20_000_000  # which take some GB of memory
 
 
@@ -46,17 +46,6 @@ class Listed(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def are_asked(asked: Any) -> bool:
-    """Whether settings (`extract.extraction.settings.PartSettings`) ask for parts of files.
-
-    Raises:
-        InputError: a setting of tiles has no effect.
-    """
-    if not getattr(asked, "tiles", None) and (given := [name for name in _OF_TILES if getattr(asked, name, None)]):
-        raise InputError(f"{given[0]} is that of tiles, and there are none", hint="add --tiles 512")
-    return any(getattr(asked, name, None) for name in _KINDS)
-
-
 def parts_of(images: Images, asked: Any, keep: Sequence[str] = ()) -> Images:
     """Return the parts of images that the settings ask for, sorted by their names.
 
@@ -68,14 +57,16 @@ def parts_of(images: Images, asked: Any, keep: Sequence[str] = ()) -> Images:
     Raises:
         InputError: two kinds of parts are asked for, there are none, or they cannot be read.
     """
-    kinds = [name for name in _KINDS if getattr(asked, name)]
+    kinds = [name for name in PART_KINDS if getattr(asked, name)]
     if len(kinds) > 1:
         raise InputError(f"{kinds[0]} and {kinds[1]} exclude each other: a row is one kind of part")
     if has_parts(images.paths):
         raise InputError(f"{images.root}: its rows are parts of images already", hint=f"leave out --{kinds[0]}")
     if asked.boxes:
         return of_files(images, _of_boxes(images, asked, keep))
-    return of_files(images, _of_tiles(images, asked) if asked.tiles else _of_views(images, asked.views))
+    if asked.tiles:
+        return of_files(images, _of_tiles(images, asked))
+    return of_files(images, _of_views(images, asked.views) if asked.views else _of_frames(images, asked))
 
 
 def of_files(images: Images, listed: Listed) -> Images:
@@ -162,6 +153,35 @@ def _of_views(images: Images, kind: str) -> Listed:
     numbered = [(row, number) for row in range(len(images)) for number in range(VIEWS[kind])]
     names = [f"{images.paths[row]}#view={kind},{number}" for row, number in numbered]
     return Listed(names, [row for row, _ in numbered], {})
+
+
+def _of_frames(images: Images, asked: Any) -> Listed:
+    """Return the frames; a video that cannot be read is a part of its own, whose row fails."""
+    names, rows, times = [], [], []
+    unread: list[str] = []
+    for row, file in enumerate(images.paths):
+        chosen, reason = _frames_of(images, row, asked)
+        unread += [f"{file}: {reason}"] if reason else []
+        names += [time_name(file, time) for time in chosen] or [file]
+        times += [time / 1e6 for time in chosen] or [math.nan]
+        rows += [row] * max(1, len(chosen))
+    columns = {"time": np.array(times, np.float64)}
+    note = f"videos that cannot be read, whose rows fail: {len(unread):,}, the first is {next(iter(unread), '')}"
+    return Listed(names, rows, columns, notes=(note,) if unread else ())
+
+
+def _frames_of(images: Images, row: int, asked: Any) -> tuple[list[int], str]:
+    """Return the times of the frames of a video, or why it cannot be read."""
+    path = images.source.local_path(row)
+    if path is None:
+        raise InputError(
+            f"{images.paths[row]}: frames are taken of files of this machine only", hint="copy the videos here"
+        )
+    try:
+        chosen = times_of(path).chosen(asked.fps, asked.every, asked.keyframes)
+    except (ValueError, OSError) as error:
+        return [], getattr(error, "strerror", None) or first_line(error)
+    return chosen, "" if chosen else "it has no key frame"
 
 
 def _notes(images: Images, where: Any, files: Sequence[str], rows: Sequence[int]) -> tuple[str, ...]:
