@@ -36,6 +36,7 @@ from extract.compute.principal_axes import (
 from extract.errors import InputError, LayertapError, LockedError
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Decoding, Images, load_batches
+from extract.images.image_list import are_frames
 from extract.images.loading import stop_on_machine_errors
 from extract.images.part_names import has_boxes
 from extract.row_status import Status
@@ -585,6 +586,7 @@ def _provenance(
 ) -> dict[str, Any]:
     source = SOURCES.get(backbone.spec.partition("/")[0])
     libraries = [source.library] if source is not None and source.library else []
+    libraries += ["av"] if are_frames(settings) else []
     on_gpu = backbone.device.type == "cuda"
     weights = backbone.asked.get("weights")
     if weights and Path(weights).is_file():

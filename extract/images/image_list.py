@@ -37,8 +37,8 @@ _LITTER = frozenset({
 _LARGEST_LABEL = 100_000  # integers up to it are labels; with a larger one, integers are class names
 _PIECE_ROWS = 100_000
 
-# Settings (`extract.extraction.settings.PartSettings`) that ask for rows that are parts of files, and those that have an
-# effect with tiles only.
+# Settings (`extract.extraction.settings.PartSettings`) that ask for rows that are parts of files, and those that have
+# an effect with tiles only.
 _FRAMES = ("fps", "every", "keyframes")
 PART_KINDS = ("boxes", "tiles", "views", *_FRAMES)
 _OF_TILES = ("overlap", "level", "content")
