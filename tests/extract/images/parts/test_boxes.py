@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -14,6 +13,7 @@ import torch
 from PIL import Image
 
 from extract import InputError, extract_features
+from extract.extraction.settings import PartSettings
 from extract.images import Images, list_images, listed_again, sources
 from extract.images.decoding import decode
 from extract.images.loading import _pieces
@@ -43,8 +43,8 @@ def upright(photos: Path, file: str) -> Image.Image:
     return (picture.transpose(Image.Transpose.ROTATE_270) if file.endswith(".jpg") else picture).convert("RGB")
 
 
-def asked(boxes: Path, context: float = 0.0, shape: str = "exact") -> Any:
-    return SimpleNamespace(boxes=str(boxes), context=context, box_shape=shape)
+def asked(boxes: Path, context: float = 0.0, shape: Any = "exact") -> PartSettings:
+    return PartSettings(boxes=str(boxes), context=context, box_shape=shape)
 
 
 def parts(photos: Path, boxes: Path, *keep: str, **how: Any) -> Images:
