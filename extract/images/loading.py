@@ -33,11 +33,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from extract import defaults
 from extract.credentials import text_without_credentials
-from extract.errors import LayertapError, MachineError, first_line, is_of_the_machine
+from extract.errors import InputError, LayertapError, MachineError, first_line, is_of_the_machine
 from extract.images.decoding import NOTE, Jpeg, check_decoders, pixels_of, plain_jpeg, too_dark
 from extract.images.device_decoding import JpegDecoder
 from extract.images.image_list import Images
-from extract.images.sources import UNKNOWN, ImageSource, UnreachableError
+from extract.images.sources import UNKNOWN, BrokenListError, ImageSource, UnreachableError
 from extract.row_status import Status
 
 __all__ = [
@@ -265,9 +265,11 @@ class _Decoded(Dataset[Batch | LayertapError]):
                 picture, window, of_window = self._source.whole(row, data, *options)
                 box, note = how.place(picture.size, window)
                 note = of_window or note
-        except LayertapError as error:  # of the list, the machine, or a library that is not installed
-            return error
         except Exception as error:
+            if isinstance(error, BrokenListError) or (
+                isinstance(error, LayertapError) and not isinstance(error, InputError)
+            ):  # of the list, the machine, or a library that is not installed
+                return error
             if is_of_the_machine(error) or (isinstance(error, MemoryError) and pixels_of(data) < _NOT_MANY_PIXELS):
                 return _machine_error(error, row)
             status, reason = _why(error)

@@ -33,14 +33,16 @@ KINDS: dict[str, tuple[str, Any]] = {
 }
 
 
-def write(path: Path, codec: str = "libx264", stamps: Iterable[int] = range(N), **options: str) -> Path:
+def write(
+    path: Path, codec: str = "libx264", stamps: Iterable[int] = range(N), block_px: int = 8, **options: str
+) -> Path:
     """A video of 64 x 48 pixels, a key frame in 12, with B-frames that others refer to."""
     rng = np.random.default_rng(1)
     with av.open(str(path), "w", options=options) as container:
-        stream = container.add_stream(codec, rate=30, options={"bf": "3", "g": "12", "sc_threshold": "0"})
+        stream = container.add_stream(codec, rate=30, options={"bf": "3", "g": "12", "sc_threshold": "0", "crf": "1"})
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        small = rng.integers(0, 256, (N, 6, 8, 3), np.uint8)
-        for pixels, stamp in zip(small.repeat(8, 1).repeat(8, 2), stamps, strict=True):
+        small = rng.integers(0, 256, (N, 48 // block_px, 64 // block_px, 3), np.uint8)
+        for pixels, stamp in zip(small.repeat(block_px, 1).repeat(block_px, 2), stamps, strict=True):
             frame = av.VideoFrame.from_ndarray(pixels, "rgb24")
             frame.pts, frame.time_base = stamp, Fraction(1, 30)
             container.mux(stream.encode(frame))
@@ -113,10 +115,11 @@ def decoded(images: Images, workers: int = 0) -> tuple[list[int], list[np.ndarra
     return [s for b in found for s in b.status.tolist()], [i.numpy() for b in found for i in b.images], reasons
 
 
-def test_workers_open_a_video_themselves(videos: dict[str, Path]) -> None:
-    # The source has opened the video when it is forked: its position in the file would be that of all workers.
-    images = listed(videos["b-frames.mp4"], every=1)
-    expected = decoded(images)
+def test_workers_open_a_video_themselves(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.mp4", block_px=1)
+    expected = decoded(listed(file, every=1))
+    images = listed(file, every=1)
+    pixels_of(images, 0)  # the video is open when processes are forked: they would share its position in the file
     found = decoded(images, workers=2)
     assert found[0] == expected[0] == [Status.OK] * N
     np.testing.assert_array_equal(found[1], expected[1])
