@@ -87,8 +87,9 @@ def of_files(images: Images, listed: Listed) -> Images:
 
     splits = texts(listed.splits, images.splits)
     ids = None if listed.ids is None and images.ids is None else texts(listed.ids, images.ids or [])
-    for name, values in images.columns.items():
-        columns.setdefault(name, values_at(values, rows.clip(0)))  # type: ignore[arg-type]
+    if taken := columns.keys() & images.columns.keys():
+        raise InputError(f"keep {min(taken)!r}: parts have a column of this name", hint="rename a column to keep it")
+    columns |= {name: values_at(values, rows.clip(0)) for name, values in images.columns.items()}  # type: ignore[arg-type]
     packed = PackedNames(names)
     source = Parts(_FilesOfParts(images.source, rows.tolist()), packed)
     return replace(
