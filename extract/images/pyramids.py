@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 import os
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -158,7 +159,8 @@ class _Slide(Pyramid):
 
     def _read(self, level: int, start: tuple[int, int], box: tuple[int, int, int, int]) -> Image.Image:
         picture: Image.Image = self._slide.read_region(start, level, (box[2] - box[0], box[3] - box[1]))
-        return picture
+        # Without transparent pixels, which are rare, the picture over white is its colours.
+        return picture.convert("RGB") if picture.getchannel("A").getextrema() == (255, 255) else picture
 
 
 class _Tiff(Pyramid):
@@ -176,10 +178,14 @@ class _Tiff(Pyramid):
             if series.axes not in ("YX", "YXS", "SYX"):
                 raise ValueError(f"its first series is {series.axes} {series.shape}; expected one picture (YX or YXS)")
             self._pages = [level.keyframe for level in series.levels]
+            # tifffile reads the values of tags when they are first used: here, while the file is open.
             self._segments = [(page.dataoffsets, page.databytecounts) for page in self._pages]
+            self._decoders = [
+                partial(page.decode, jpegtables=page.jpegtables, jpegheader=page.jpegheader) for page in self._pages
+            ]
             tags = file.pages[0].tags
             self.orientation, self._icc = int(tags.valueof(_ORIENTATION) or 1), tags.valueof(_ICC)
-        self._modes = [_mode(page) for page in self._pages]
+            self._modes = [_mode(page) for page in self._pages]
         self.sizes = [(page.imagewidth, page.imagelength) for page in self._pages]
 
     def _read(self, level: int, start: tuple[int, int], box: tuple[int, int, int, int]) -> Image.Image:
@@ -203,12 +209,11 @@ class _Tiff(Pyramid):
 
     def _segment(self, level: int, index: int) -> NDArray[Any]:
         """Return the pixels of a segment, (height, width, samples)."""
-        page, (offset, count) = self._pages[level], (values[index] for values in self._segments[level])
+        offset, count = (values[index] for values in self._segments[level])
         data = self._bytes(offset, count)
         if not count or len(data) < count:
             raise ValueError(f"truncated: its segment {index} is {'cut off' if count else 'not stored'}")
-        decoded, _, _ = page.decode(data, index, jpegtables=page.jpegtables, jpegheader=page.jpegheader)
-        return np.asarray(decoded[0])
+        return np.asarray(self._decoders[level](data, index)[0][0])
 
     def _bytes(self, offset: int, count: int) -> bytes:
         data = self._data
@@ -224,7 +229,8 @@ class _Tiff(Pyramid):
         if self._pages[level].photometric == _WHITE_IS_ZERO:
             pixels = np.iinfo(pixels.dtype).max - pixels
         mode = "I;16" if pixels.dtype == np.uint16 else self._modes[level]
-        image = Image.frombytes(mode, pixels.shape[1::-1], pixels.astype(pixels.dtype.newbyteorder("<")).tobytes())
+        little_endian = pixels.astype(pixels.dtype.newbyteorder("<"), copy=False)
+        image = Image.frombuffer(mode, pixels.shape[1::-1], little_endian, "raw", mode, 0, 1)
         if self._icc:
             image.info["icc_profile"] = self._icc
         return image

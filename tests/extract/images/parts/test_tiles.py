@@ -128,7 +128,7 @@ TIFF: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", TIFF)
-def test_regions_of_a_tiff_have_the_pixels_of_the_picture_that_pillow_decodes(kind: str) -> None:
+def test_regions_of_a_tiff_have_the_pixels_of_the_picture_that_pillow_decodes(kind: str, tmp_path: Path) -> None:
     tifffile, options = pytest.importorskip("tifffile"), {"photometric": "rgb"} | TIFF[kind]
     pixels = np.array(make_picture(2, 301, 203))
     pixels = pixels[:, :, 0] if options["photometric"] != "rgb" else pixels
@@ -139,11 +139,14 @@ def test_regions_of_a_tiff_have_the_pixels_of_the_picture_that_pillow_decodes(ki
     pixels = np.moveaxis(pixels, 2, 0).copy() if kind == "planes" else pixels
     file = io.BytesIO()
     tifffile.imwrite(file, pixels, metadata=None, **options)
-    whole, found = np.array(decode(file.getvalue())), open_pyramid(file.getvalue())
-    assert found.sizes == [(301, 203)]
-    for x, y, w, h in ((0, 0, 301, 203), (200, 150, 101, 53), (60, 5, 70, 130), (128, 64, 1, 1)):
-        region = found.region(Window(x, y, w, h), 10**6, "exif", "ignore")
-        assert np.array_equal(region, whole[y : y + h, x : x + w]), (x, y, w, h)
+    (tmp_path / "a.tif").write_bytes(file.getvalue())
+    whole = np.array(decode(file.getvalue()))
+    for data in (file.getvalue(), OnDisk(str(tmp_path / "a.tif"))):
+        found = open_pyramid(data)
+        assert found.sizes == [(301, 203)]
+        for x, y, w, h in ((0, 0, 301, 203), (200, 150, 101, 53), (60, 5, 70, 130), (128, 64, 1, 1)):
+            region = found.region(Window(x, y, w, h), 10**6, "exif", "ignore")
+            assert np.array_equal(region, whole[y : y + h, x : x + w]), (x, y, w, h)
 
 
 def test_a_large_tiff_is_never_read_whole(
@@ -201,6 +204,34 @@ def test_workers_that_share_a_slide_decode_the_same_tiles(tmp_path: Path, pyrami
     for batch, expected in zip(batches(2), alone, strict=True):
         assert torch.equal(batch.images, expected.images)
         assert np.array_equal(batch.source_hash, expected.source_hash)
+
+
+def test_transparent_pixels_of_a_slide_are_over_white(
+    tmp_path: Path, pyramid: bytes, levels: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openslide = pytest.importorskip("openslide")
+    (tmp_path / "a.svs").write_bytes(pyramid)
+    read = openslide.OpenSlide.read_region
+
+    def half_transparent(self: Any, *region: Any) -> Image.Image:
+        picture = read(self, *region)
+        picture.paste((0, 0, 0, 0), (0, 0, 64, 128))
+        return picture
+
+    monkeypatch.setattr(openslide.OpenSlide, "read_region", half_transparent)
+    found = pixels_of(list_images(tmp_path, parts=asking()), 0)
+    assert (found[:, :64] == 255).all()
+    assert np.array_equal(found[:, 64:], levels[0][:128, 64:128])
+
+
+def test_regions_of_a_turned_tiff_are_read_as_stored_or_not_at_all() -> None:
+    tifffile, file, pixels = pytest.importorskip("tifffile"), io.BytesIO(), np.array(make_picture(2, 301, 203))
+    tag = (274, "H", 1, 6, True)  # EXIF orientation
+    tifffile.imwrite(file, pixels, tile=(64, 64), photometric="rgb", metadata=None, extratags=[tag])
+    turned = open_pyramid(file.getvalue())
+    assert np.array_equal(turned.region(Window(9, 8, 50, 40), 10**6, "ignore", "ignore"), pixels[8:48, 9:59])
+    with pytest.raises(ValueError, match=r"its regions are turned \(orientation 6\); add --orientation ignore"):
+        turned.region(Window(9, 8, 50, 40), 10**6, "exif", "ignore")
 
 
 def test_the_hash_of_a_slide_in_several_files_is_of_its_pixels_too(
@@ -322,6 +353,7 @@ def test_a_tiff_of_1600_megapixels_takes_less_than_a_gigabyte_and_resumes_after_
     command = [sys.executable, "-c", _LARGE, str(folder), str(tmp_path / "out")]
     started = subprocess.Popen(command)
     while not list((tmp_path / "out").glob("shards/*.part")):
+        assert started.poll() is None
         time.sleep(0.2)
     with pytest.raises(subprocess.TimeoutExpired):
         started.wait(10)
