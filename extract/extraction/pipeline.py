@@ -4,7 +4,7 @@
     Duplicates.split  images with the same bytes are computed once
     forward           `extract.compute.forward`: device -> backbone under `Taps`, whose forward hooks pool each tapped
                       activation on the device (`extract.compute.pooling`) and copy it to the CPU
-    rows_of           features and a status for each row of the data set
+    rows_of           features and a status for each row of the data set; boxes are pooled here
     writer.write      `extract.store.format.writer`: into the `.part` file
 
 Three batches are in progress at once: batch k + 2 is decoded, batch k + 1 is computed, batch k is written. A finished
@@ -95,8 +95,10 @@ def extract_shard(
         names, sync_s = functools.partial(names_of, plan.images), plan.settings.sync_s
         writer = opened.enter_context(open_part(plan.dataset, work, names, plan.provenance, sync_s, beside))
         for batch, features in _computed(batches, Duplicates(writer), plan, forward, summary, stop):
+            arrived = time.perf_counter()
             rows = rows_of(batch.unique, plan, features, blank)
             asked = time.perf_counter()
+            stages["forward"] += asked - arrived
             writer.write(batch.unique.rows, rows.features, rows.status, batch.unique.source, rows.reasons)
             if batch.copies:
                 # By the writing thread, which has stored the origins by then: the next forward need not wait for them.
@@ -153,7 +155,7 @@ class Summary:
         duplicates: rows of this run that were copied, because an earlier row has an image with the same bytes.
         status: status -> number of rows of this run.
         seconds: time from the first image to the last receipt.
-        stages: seconds spent waiting for images, in the forward (with pooling and copies to the device and back), and
+        stages: seconds spent waiting for images, in the forward (with pooling, and copies to the device and back), and
             writing.
         write_wait_s: the part of "write" in which the next batch waited until the previous one was stored, without the
             time to complete and publish files.
