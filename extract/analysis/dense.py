@@ -13,10 +13,10 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.probe.feature_matrix import FeatureRows, Labelled
 from extract.analysis.probe.metrics import Estimate, resampled
 from extract.analysis.probe.probing import MOST_IN_A_TABLE, ProbeResult, probe_device
-from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Labelled, Scorer, Settings
+from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Scorer, Settings
 from extract.errors import InputError, unknown_name
 from extract.store.tokens.token_array import TokenArray
 from extract.system.free_memory import free_bytes
@@ -182,20 +182,27 @@ class DenseProbe:
 
 
 def with_validation(
-    train: NDArray[np.int64], val: NDArray[np.int64], seed: int
+    train: NDArray[np.int64], val: NDArray[np.int64], seed: int, groups: NDArray[np.int64] | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], str]:
     """Return the images to fit on, the images for choosing, and what these are, in words: `val`, or a tenth of `train`.
 
+    Args:
+        train: numbers of training images, ascending.
+        val: numbers of validation images.
+        seed: seed of the draw of a tenth.
+        groups: number of the group of each image; none is divided. None: each image is a group.
+
     Raises:
-        InputError: a single training image leaves none for choosing.
+        InputError: a single training image, or group, leaves none for choosing.
     """
     if len(val):
         return train, val, "validation images"
-    if len(train) < 2:
+    of_train = train if groups is None else groups[train]
+    drawn = np.random.default_rng(seed).permutation(np.unique(of_train))
+    if len(drawn) < 2:
         raise InputError("a single training image leaves none for choosing the strength; expected at least two")
-    count = max(1, len(train) // 10)
-    order = np.random.default_rng(seed).permutation(train)
-    return np.sort(order[count:]), np.sort(order[:count]), "a tenth of the training images"
+    left_out = np.isin(of_train, drawn[: max(1, len(drawn) // 10)])
+    return train[~left_out], train[left_out], "a tenth of the training images"
 
 
 def _check_same_grid(features: Sequence[TokenArray]) -> None:

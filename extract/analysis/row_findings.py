@@ -19,6 +19,7 @@ from extract.analysis.probe.logistic import LogisticRegression
 from extract.analysis.probe.nearest_rows import MEMORY_BYTES, Neighbours, layer_to_search, nearest
 from extract.analysis.probe.probing import probe_device
 from extract.analysis.probe.protocols import N_FOLDS, stratified_folds
+from extract.analysis.row_groups import components, row_groups
 from extract.errors import unknown_name
 from extract.row_status import Status
 from extract.store.reader import FeatureArray, FeatureReader
@@ -158,7 +159,7 @@ def _near_duplicates(
     pairs, cosines = pairs[cosines >= threshold], cosines[cosines >= threshold]
     rows, ends = np.unique(pairs, return_inverse=True)
     ends, members = ends.reshape(-1, 2), dict[int, list[int]]()
-    for place, group in enumerate(_components(ends, len(rows)).tolist()):
+    for place, group in enumerate(components(ends, len(rows)).tolist()):
         members.setdefault(group, []).append(place)
     best: dict[int, tuple[int, float]] = {}  # place -> its nearest place, and their cosine
     for (left, right), cosine in zip(ends.tolist(), cosines.tolist(), strict=True):
@@ -181,19 +182,6 @@ def _near_duplicates(
     return table
 
 
-def _components(pairs: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Return the smallest place (N,) that each place is joined with, by pairs (P, 2) in any number of steps."""
-    lowest = np.arange(count)
-    while True:
-        joined = lowest.copy()
-        for ends in (pairs, pairs[:, ::-1]):
-            np.minimum.at(joined, ends[:, 0], lowest[ends[:, 1]])
-        joined = joined[joined]
-        if np.array_equal(joined, lowest):
-            return lowest
-        lowest = joined
-
-
 def _outliers(reader: FeatureReader, similar: SimilarImages) -> list[Finding]:
     limit = outlier_cosine(similar.farthest)
     if limit is None:
@@ -206,7 +194,7 @@ def _outliers(reader: FeatureReader, similar: SimilarImages) -> list[Finding]:
 
 def _suspect_labels(reader: FeatureReader, features: FeatureRows, rows: NDArray[np.int64], seed: int) -> list[Finding]:
     names, labels = np.unique(reader.labels[rows], return_inverse=True)
-    images = image_numbers(reader.column("source_hash"), rows)
+    images = np.unique(row_groups(reader)[rows], return_inverse=True)[1]
     probabilities = left_out_probabilities(features, labels, images, seed)
     classes = confident_classes(probabilities, labels)
     doubts = 1 - probabilities[np.arange(len(rows)), labels]
@@ -230,7 +218,7 @@ def left_out_probabilities(
     Args:
         rows: (N, D).
         labels: (N,) classes, 0 to K - 1; at least one row.
-        images: (N,) number of the image of each row, 0 to I - 1; its rows, which are copies, are left out together.
+        images: (N,) number of the image of each row, 0 to I - 1; its rows, copies or parts, are left out together.
         seed: seed of the folds.
         device: device to compute on.
 
@@ -239,7 +227,7 @@ def left_out_probabilities(
     """
     n_classes = int(labels.max()) + 1
     _, first = np.unique(images, return_index=True)
-    n_images = np.bincount(labels[first], minlength=n_classes)
+    n_images = np.bincount(np.unique(np.stack([labels, images]), axis=1)[0], minlength=n_classes)
     folds = stratified_folds(labels[first], seed)[images, 0]
     probabilities = np.full((len(labels), n_classes), np.nan)
     judged = (folds >= 0) & (n_images[labels] >= N_FOLDS)  # copies with a rare label are left out, but not judged

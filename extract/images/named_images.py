@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from extract.credentials import text_without_credentials
 from extract.errors import InputError
 from extract.images.csv_lists import TABLES, opened, plain_path, read_table
+from extract.images.part_names import file_of
 from extract.images.sources import suffix_of
 from extract.system.csv_cells import exact_text
 from extract.system.json_files import parse_json
@@ -32,21 +33,24 @@ class NamedImages:
     Attributes:
         where: the table, for messages.
         names: their paths, as data sets store them, in the order of the table.
-        found: those that `others` has left out.
+        found: those that `others` has found.
+        n_left_out: images that it has left out: of a file, all its parts.
         example: path of the first image that it has not left out; empty if there was none.
     """
 
     where: str
     names: dict[str, None]
     found: set[str] = field(default_factory=set)
+    n_left_out: int = 0
     example: str = ""
 
     def others(self, items: Iterable[Item], path_of: Callable[[Item], str]) -> Iterator[Item]:
-        """Yield the items whose paths are not named."""
+        """Yield the items whose paths are not named, nor, of parts of files, the paths of their files."""
         for item in items:
             path = path_of(item)
-            if path in self.names:
-                self.found.add(path)
+            if named := [name for name in (path, file_of(path)) if name in self.names]:
+                self.found.update(named)
+                self.n_left_out += 1
             else:
                 self.example = self.example or path
                 yield item
@@ -78,7 +82,7 @@ class NamedImages:
     @property
     def note(self) -> str:
         """How many images were left out, and how many names are those of no image, in words."""
-        note = f"images left out by {self.where}: {len(self.found):,}"
+        note = f"images left out by {self.where}: {self.n_left_out:,}"
         if absent := [name for name in self.names if name not in self.found]:
             note += (
                 f"; paths in it without an image: {len(absent):,} of {len(self.names):,}, the first is {absent[0]!r}"

@@ -20,9 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from extract.errors import InputError
+
 __all__ = [
     "VIEWS", "FileNames", "Part", "Window", "file_of", "fragment_of", "has_boxes", "has_parts", "part_of",
-    "time_name", "window_name",
+    "time_name", "window_name", "windows_of",
 ]  # fmt: skip
 
 _NUMBER = r"\d{1,12}(?:\.\d{1,12})?"
@@ -175,6 +180,23 @@ def time_name(file: str, microseconds: int) -> str:
     """
     minutes, within = divmod(microseconds, 60_000_000)
     return f"{file}#t={minutes // 60:02}:{minutes % 60:02}:{within // 1_000_000:02}.{within % 1_000_000:06}"
+
+
+def windows_of(names: Sequence[str]) -> NDArray[Any]:
+    """Return (N, 4) the x, y, width and height of parts: int64 pixels, or float64 fractions of the picture.
+
+    Raises:
+        InputError: a row is not a window, or some are in pixels and others in fractions.
+    """
+    windows = [None if (part := part_of(name)) is None else part.window for name in names]
+    if None in windows:
+        name = names[windows.index(None)]
+        raise InputError(f"{name} is not a window of a picture; expected a name such as {name}#xywh=0,0,64,64")
+    found = [window for window in windows if window is not None]
+    if len({window.percent for window in found}) > 1:
+        raise InputError("some windows are in pixels, and others in fractions of their pictures")
+    numbers = np.array([(window.x, window.y, window.w, window.h) for window in found]).reshape(-1, 4)
+    return numbers / 100 if found and found[0].percent else numbers.astype(np.int64)
 
 
 def _digits(number: float) -> str:

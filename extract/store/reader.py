@@ -19,9 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError, unknown_name
+from extract.images.part_names import file_of, windows_of
 from extract.row_status import Status
 from extract.store.batches import Shuffle, batches
 from extract.store.feature_array import FeatureArray, RowIndex
+from extract.store.file_means import FileMeans, file_means
 from extract.store.format.layout import REPAIR_HINT, ROW_DATA, StoredFeature, feature_types
 from extract.store.format.writer import hash_records, hash_rows
 from extract.store.places.shard_cache import CACHE_BYTES, ShardCache
@@ -42,6 +44,7 @@ __all__ = ["ArrowRows", "FeatureArray", "FeatureReader", "RowPictures", "as_utf8
 RowPictures = Callable[[int, int], Sequence[bytes | None]]
 
 _MOST_IN_RDM = 20_000  # rows
+_MEANS_AT_ONCE = 1024  # rows that are added up at once
 _SHOWN = 10  # classes and splits in a notebook
 _VERIFIED_BYTES = 4 << 20  # features that are verified at once: they stay in the caches of the processor
 
@@ -171,6 +174,20 @@ class FeatureReader:
         Like `splits` and `ids`, it is read from the files; copy what is needed after the reader is closed: `paths[:]`.
         """
         return self._text_column("path")
+
+    @property
+    def files(self) -> Sequence[str]:
+        """Path of the file of each row: of a part of an image, such as a box or tile, without which part it is."""
+        return TextColumn(len(self), lambda start, stop: [file_of(path) for path in self._texts("path", start, stop)])
+
+    @cached_property
+    def windows(self) -> NDArray[Any]:
+        """(N, 4) x, y, width and height of rows that are boxes or tiles: int64 pixels, or float64 fractions.
+
+        Raises:
+            InputError: a row is not a box or tile, or some are in pixels and others in fractions.
+        """
+        return _frozen(windows_of(self.paths[:]))
 
     @property
     def splits(self) -> Sequence[str]:
@@ -486,6 +503,18 @@ class FeatureReader:
                 raise unknown_name("split", split, splits, self._name)
             good &= np.array(self.splits) == split
         return np.flatnonzero(good)
+
+    def per_file(self, layer: str) -> FileMeans:
+        """Return the mean of a feature over the rows of each file with status ok: of a slide's tiles, a clip's frames.
+
+            files, means, n_rows = reader.per_file("embedding")
+
+        Sums are float64; besides the result, a few megabytes of features are held at once.
+
+        Raises:
+            UnknownNameError: no such layer.
+        """
+        return file_means(self.files, self.batches(layer, _MEANS_AT_ONCE), self[layer].shape[1:])
 
     def rdm(self, layer: str, metric: str = "correlation", *, condensed: bool = False) -> NDArray[np.float64]:
         """Return the representational dissimilarity matrix (RDM) of a layer: (N, N) float64, in the order of the rows.

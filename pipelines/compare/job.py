@@ -26,6 +26,7 @@ from extract.errors import InputError, LayertapError, UnknownNameError
 from extract.extraction.several import Member, MemberRun, extract_several
 from extract.images import Images, list_images
 from extract.images.csv_lists import read_table
+from extract.images.part_names import FileNames
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.schemas import RUN
@@ -138,6 +139,7 @@ def _check_labels(config: CompareConfig, images: Images) -> None:
     # What `label_rows` reads of a data set, as if all images had features, and all of them different bytes.
     unread: Any = SimpleNamespace(
         paths=listed.paths,
+        files=FileNames(listed.paths),
         ids=listed.ids,
         labels=listed.labels,
         splits=listed.splits,

@@ -31,7 +31,8 @@ _PATH = click.Path(path_type=Path)
         "results": ("-o", "--out", "results"),
     },
     {
-        "layers": "LAYER", "labels": "FILE[:COLUMN]", "masks": "FOLDER|FILE[:COLUMN]", "class_names": "FILE.csv",
+        "layers": "LAYER", "labels": "FILE[:COLUMN]", "group": "COLUMN", "masks": "FOLDER|FILE[:COLUMN]",
+        "class_names": "FILE.csv",
         "depth": "FOLDER|FILE[:COLUMN]", "without": "FILE", "results": "FOLDER", "save": "FILE.safetensors",
         "rdm": "FILE", "triplets": "FILE", "stimuli": "FILE.csv[:COLUMN]",
     },

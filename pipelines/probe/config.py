@@ -79,6 +79,11 @@ class ProbeConfig(BaseModel):
         None, description="For rsa: how dissimilarities are compared. [default: spearman]"
     )
     multilabel: bool = Field(False, description="Images have any number of labels, separated by |.")
+    group: str | None = Field(
+        None,
+        description="Column of the data set, `id`, or FILE.csv[:COLUMN], such as of patients: images with the same "
+        "value are never both trained and tested on, as parts of one file never are.",
+    )
     test_fraction: float | None = Field(
         None,
         gt=0,
@@ -88,7 +93,9 @@ class ProbeConfig(BaseModel):
     without: str | None = Field(
         None, description="Leave out the images that this file names, such as a table of `layertap findings -o`."
     )
-    drop_leaks: bool = Field(False, description="Drop training images whose bytes are also in val or test.")
+    drop_leaks: bool = Field(
+        False, description="Drop training images whose bytes, file or group are also in val or test."
+    )
     scaling: Literal["none", "l2", "standardise"] | None = Field(
         None, description="Scaling of the features. [default: the protocol's own]"
     )

@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.analysis.dataset_diff import image_hashes
-from extract.analysis.probe.feature_matrix import FeatureRows
+from extract.analysis.probe.feature_matrix import FeatureRows, Labelled
 from extract.analysis.probe.metrics import mcnemar
 from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.probing import ProbeResult, probe
-from extract.analysis.probe.protocols import Labelled
 from extract.errors import InputError
 from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
@@ -172,8 +171,10 @@ def _probe_all(
     config, token_probes = outcome.config, dict[str, TokenProbes]()
     labels = config.files if config.is_dense else config.labels
     for name, reader in readers.items():
-        labelling = label_rows(reader, labels, config.task, test_fraction=config.test_fraction, seed=config.seed)
-        labelling = drop_leaks(reader, labelling) if config.drop_leaks else labelling
+        labelling = label_rows(
+            reader, labels, config.task, group=config.group, test_fraction=config.test_fraction, seed=config.seed
+        )
+        labelling = drop_leaks(labelling) if config.drop_leaks else labelling
         if config.is_dense:
             root = data_set_at(locations[name]).images["root"]
             tokens = next(arrays[0] for (data_set, _), arrays in columns.items() if data_set == name)
@@ -279,7 +280,8 @@ def _probed(
     config: ProbeConfig, labelling: Labelling, data_set: str, parts: tuple[str, ...], arrays: list[Any]
 ) -> ProbedFeature:
     train, val, test = (
-        Labelled(FeatureRows.of(arrays, rows), labelling.targets[rows]) for rows in labelling.sets.values()
+        Labelled(FeatureRows.of(arrays, rows), labelling.targets[rows], labelling.groups[rows])
+        for rows in labelling.sets.values()
     )
     result = probe(
         train, val if len(val) else None, test, labelling.classes, labelling.task,

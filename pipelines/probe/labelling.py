@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.analysis.dataset_diff import image_hashes
-from extract.errors import InputError
+from extract.analysis.row_groups import row_groups
+from extract.errors import InputError, unknown_name
 from extract.images.csv_lists import TABLES, file_and_column, plain_path
 from extract.images.image_list import labels_from_values
+from extract.images.part_names import has_parts
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
 from pipelines.terminal.image_tables import read_image_table, without_fractions
@@ -41,8 +42,9 @@ class Labelling:
         targets: (N,) int64, (N, K) float32, (N, 1) float64 or, for segmentation and depth, (N,) names of files, for
             all rows; undefined for rows that are left out.
         train: row numbers, ascending; likewise `val` and `test`. Rows that are left out are in none of the three.
+        groups: (N,) number of the group of each row; see `row_groups`.
         counts: number of "rows", and of rows left out because they are "failed", "unlabelled", "without a split".
-        leaks: "test in train" and so on -> number of rows of the first split whose bytes are in the second.
+        leaks: "test in train" and so on -> number of rows of the first split of whose group rows are in the second.
         notes: decisions, in words.
     """
 
@@ -52,6 +54,7 @@ class Labelling:
     train: NDArray[np.int64]
     val: NDArray[np.int64]
     test: NDArray[np.int64]
+    groups: NDArray[np.int64]
     counts: dict[str, int]
     leaks: dict[str, int]
     notes: list[str]
@@ -68,6 +71,7 @@ def label_rows(
     labels: str | None,
     task: str = "classification",
     *,
+    group: str | None = None,
     test_fraction: float | None = None,
     seed: int = 0,
 ) -> Labelling:
@@ -79,21 +83,26 @@ def label_rows(
             segmentation and depth, see `_files_of_rows`.
         task: "classification"; "multilabel": a row has any number of labels, separated by |; "regression",
             "segmentation" or "depth".
+        group: kept column, `id`, or FILE:COLUMN; rows with the same value stay together, as copies and parts of one
+            file do. None: these alone.
         test_fraction: fraction of each class to draw for testing; None: the data set's splits, or 0.2 without splits.
         seed: seed of the draw.
 
     Raises:
         InputError: the file matches no row, a label is not a number, or no rows are left.
+        UnknownNameError: there is no such column.
     """
     notes: list[str] = []
+    groups = row_groups(reader, None if group is None else _values_of(reader, group, notes))
     if labels is None:
         names_of_classes = [*reader.classes, None]  # label -1 gives the last item, None
         texts, splits = [names_of_classes[label] for label in reader.labels.tolist()], list(reader.splits)
     elif task in FILES and not _is_table_of_files(labels):
         texts, splits = _files_of_rows(reader, labels, FILES[task]), list(reader.splits)
     else:
-        texts, splits, notes = _from_file(reader, labels, task)
-    good, groups = reader.status == Status.OK, _groups(reader)
+        texts, splits, more_notes = _from_file(reader, labels, task)
+        notes += more_notes
+    good, are_parts = reader.status == Status.OK, has_parts(reader.paths[:])
     if task == "classification":
         texts = [None if text == "-1" else text for text in texts]  # -1 is unlabelled, as in a list of images
     labelled = np.array([text is not None for text in texts], bool)
@@ -116,7 +125,9 @@ def label_rows(
         is_test = _draw_test_rows(strata, groups, used, fraction, seed)
         names = np.where(is_test, "test", "train")
         population = "each class" if task == "classification" else "the rows"
-        notes.append(f"{fraction:.0%} of {population} drawn for testing, with seed {seed}; copies stay together")
+        together = "copies" + (", parts of a file" if are_parts else "")
+        together += f" and images of the same {group}" if group else ""
+        notes.append(f"{fraction:.0%} of {population} drawn for testing, with seed {seed}; {together} stay together")
         if known_splits:
             notes.append(f"the existing splits ({', '.join(sorted(known_splits))}) are not used")
         elif any(reader.splits):
@@ -141,21 +152,28 @@ def label_rows(
                 f"the split {name!r} has no rows with features and a label ({others}; {_reasons(counts)})",
                 hint="draw test rows with --test-fraction, or store images of the other splits too",
             )
-    labelling = Labelling(task, classes, targets, sets["train"], sets["val"], sets["test"], counts, {}, notes)
+    n_groups, n_test = len(np.unique(groups[sets["test"]])), len(sets["test"])
+    if n_groups < n_test and (group or are_parts):
+        notes.append(
+            f"the {n_test:,} test rows are of {n_groups:,} groups; intervals and p-values, which take rows as "
+            "independent, are too narrow and too small"
+        )
+    labelling = Labelling(task, classes, targets, sets["train"], sets["val"], sets["test"], groups, counts, {}, notes)
     return _keep_trained_classes(replace(labelling, leaks=_leaks(groups, labelling)))
 
 
-def drop_leaks(reader: FeatureReader, labelling: Labelling) -> Labelling:
-    """Drop training rows whose bytes are in val or test, and rows of val whose bytes are in test."""
-    groups = _groups(reader)
+def drop_leaks(labelling: Labelling) -> Labelling:
+    """Drop training rows whose group is in val or test, and rows of val whose group is in test."""
+    groups = labelling.groups
     in_test = np.isin(groups[labelling.val], groups[labelling.test])
     val = labelling.val[~in_test]
     copied = np.isin(groups[labelling.train], np.concatenate([groups[labelling.test], groups[val]]))
     remaining = replace(labelling, train=labelling.train[~copied], val=val)
     if not len(remaining.train):
-        raise InputError("all training rows are copies of rows of val or test")
+        raise InputError("all training rows are copies of rows of val or test, or of their files or groups")
     dropped = len(labelling.train) - len(remaining.train) + len(labelling.val) - len(val)
-    notes = [*labelling.notes, f"{dropped:,} rows of train and val left out: they are copies of rows of val or test"]
+    what = "copies of rows of val or test, or of their files or groups"
+    notes = [*labelling.notes, f"{dropped:,} rows of train and val left out: they are {what}"]
     return _keep_trained_classes(replace(remaining, notes=notes))
 
 
@@ -166,7 +184,9 @@ def _from_file(reader: FeatureReader, labels: str, task: str) -> tuple[list[str 
     """
     where, column = file_and_column(labels, {"segmentation": "mask", "depth": "depth"}.get(task, "label"))
     root = str(reader.provenance.get("configuration", {}).get("images", ""))
-    table = read_image_table(where, column, FILES.get(task, "labels"), reader.paths, reader.ids, root)
+    table = read_image_table(
+        where, column, FILES.get(task, "labels"), reader.paths, reader.ids, root, by_file=task not in FILES
+    )
     texts = without_fractions(table.texts) if task == "classification" else table.texts
     if task in FILES:
         texts = [text and str(Path(where).parent / text) for text in texts]
@@ -197,6 +217,11 @@ def _files_of_rows(reader: FeatureReader, where: str, option: str) -> list[str |
             )
         expected = "expected a folder, or a table FILE.csv[:COLUMN] of files"
         raise InputError(f"--{option} {where}: {expected if folder.exists() else 'no such folder'}")
+    if has_parts(reader.paths[:]):
+        raise InputError(
+            f"--{option} {where}: the rows are parts of images, such as {printable(reader.paths[0])}",
+            hint="name the file of each part in a table FILE.csv",
+        )
     files: dict[str, Path] = {}
     for path in sorted(folder.rglob("*")):
         if path.suffix.lower() in _SUFFIXES and not path.name.startswith("."):
@@ -274,20 +299,28 @@ def _notes_on_spellings(classes: NDArray[Any], task: str) -> list[str]:
     ][:_MOST_NOTES]  # fmt: skip
 
 
-def _groups(reader: FeatureReader) -> NDArray[np.int64]:
-    """Return (N,) group numbers, equal for rows whose images have the same bytes."""
-    groups: NDArray[np.int64] = np.unique(image_hashes(reader), return_inverse=True)[1]
-    return groups
+def _values_of(reader: FeatureReader, group: str, notes: list[str]) -> list[str | None]:
+    """Return the value of each row in a kept column, in `id`, or in a column of a table; add notes on a table."""
+    columns = {**reader.columns, **({"id": reader.ids} if reader.ids is not None else {})}
+    if group in columns:
+        return [None if value != value else str(value) for value in columns[group]]  # NaN
+    if not _is_table_of_files(group):
+        raise unknown_name("column", group, columns, "the data set")
+    where, column = file_and_column(group, "group")
+    root = str(reader.provenance.get("configuration", {}).get("images", ""))
+    table = read_image_table(where, column, "groups", reader.paths, reader.ids, root)
+    notes += table.notes
+    return table.texts
 
 
 def _draw_test_rows(
     strata: NDArray[np.int64], groups: NDArray[np.int64], used: NDArray[np.bool_], fraction: float, seed: int
 ) -> NDArray[np.bool_]:
-    """Draw rows for testing: the fraction of each stratum, but at least one of two or more; copies stay together."""
+    """Draw rows for testing: the fraction of each stratum, but at least one of two or more; groups stay together."""
     generator = np.random.default_rng(seed)
     rows = np.flatnonzero(used)
     _, first = np.unique(groups[rows], return_index=True)
-    heads = rows[np.sort(first)]  # the first row of each group of copies
+    heads = rows[np.sort(first)]  # the first row of each group
     taken = []
     for stratum in np.unique(strata[heads]):
         candidates = generator.permutation(heads[strata[heads] == stratum])

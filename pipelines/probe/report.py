@@ -128,7 +128,7 @@ def result_settings(config: ProbeConfig) -> dict[str, Any]:
     settings = config.model_dump(mode="json", exclude={"results", "save", "device", "max_memory_mb", "format"})
     places = {
         name: settings[name]
-        for name in ("labels", "masks", "depth", "without", "rdm", "triplets", "stimuli")
+        for name in ("labels", "group", "masks", "depth", "without", "rdm", "triplets", "stimuli")
         if settings.get(name)
     }
     return settings | {name: text_without_credentials(place) for name, place in places.items()}
@@ -149,8 +149,9 @@ def print_outcome(outcome: ProbeRun, echo: Callable[[str], None]) -> None:
             echo(f"  {printable(note)}")
         if labelling.leaks and not outcome.config.drop_leaks:
             leaks = ", ".join(f"{count:,} images of {overlap}" for overlap, count in labelling.leaks.items())
-            echo(f"  leakage: the same bytes in two sets: {leaks.replace(' in ', ' are also in ')}; --drop-leaks "
-                 "leaves them out of training")  # fmt: skip
+            leaks = leaks.replace(" in ", " are also in ")
+            echo(f"  leakage: the same bytes, file or group in two sets: {leaks}; --drop-leaks leaves them out of "
+                 "training")  # fmt: skip
     _print_probes(outcome, echo)
 
 

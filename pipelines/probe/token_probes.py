@@ -103,7 +103,7 @@ class TokenProbes:
         result = self._fitted(tokens, train, val, test, keep)
         if validated:
             with contextlib.suppress(InputError):  # too few images, or without labels
-                fitted, left_out, chosen_on = with_validation(train, val, self._config.seed)
+                fitted, left_out, chosen_on = with_validation(train, val, self._config.seed, sets.groups[rows])
                 validation = self._fitted(tokens, fitted, val[:0], left_out).value
                 result = replace(result, validation=validation, chosen_on=chosen_on)
         return result, lambda: [self._example(row, predicted) for row, predicted in kept.items()]
@@ -112,7 +112,9 @@ class TokenProbes:
         self, tokens: Sequence[TokenArray], train: NDArray[np.int64], val: NDArray[np.int64], test: NDArray[np.int64],
         on_prediction: Callable[[int, NDArray[Any]], None] | None = None,
     ) -> ProbeResult:  # fmt: skip
-        config = self._config
+        config, groups = self._config, self.labelling.groups[tokens[0].rows]
+        if not len(val) and len(np.unique(groups[train])) < len(train):
+            train, val, _ = with_validation(train, val, config.seed, groups)
         common: dict[str, Any] = {
             "val": val if len(val) else None, "protocol": config.protocol, "seed": config.seed,
             "device": config.device, "memory_bytes": config.memory_bytes, "on_prediction": on_prediction,

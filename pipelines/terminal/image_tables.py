@@ -5,9 +5,10 @@ the first one by which any row has an image is that of the whole table:
 
 1. by the id, for a column `id` and images that have ids;
 2. by the path, which may be absolute, or begin with the name of the folder of the images;
-3. by the path without suffix;
-4. by the file name;
-5. by the name without suffix.
+3. for parts of files, such as boxes, by the path of the file: the value is that of all its parts;
+4. by the path without suffix;
+5. by the file name;
+6. by the name without suffix.
 
 Not the attempt that finds most: the loose ones find wrong images too, as `train/3.png` for a row of `test/3.png`. Rows
 and images that are left over are counted in notes.
@@ -33,6 +34,7 @@ from extract.credentials import text_without_credentials, without_credentials
 from extract.errors import InputError
 from extract.images.csv_lists import plain_path, read_table
 from extract.images.image_list import SPLITS
+from extract.images.part_names import FileNames, has_parts
 from extract.system.csv_cells import safe_cell
 from pipelines.terminal.text_output import printable
 
@@ -59,8 +61,9 @@ class ImageTable:
 
 
 def read_image_table(
-    where: str, column: str, noun: str, paths: Sequence[str], ids: Sequence[str] | None, root: str
-) -> ImageTable:
+    where: str, column: str, noun: str, paths: Sequence[str], ids: Sequence[str] | None, root: str, *,
+    by_file: bool = True,
+) -> ImageTable:  # fmt: skip
     """Read the values of images from a table.
 
     Two rows of one image are an error, unless they say the same.
@@ -72,6 +75,7 @@ def read_image_table(
         paths: of the images.
         ids: of the images, if they have any.
         root: folder of the images, as given or absolute.
+        by_file: whether the value of a file may be that of its parts.
 
     Raises:
         InputError: no row, or no single column, names images; a row names several images; two rows of one image
@@ -83,7 +87,8 @@ def read_image_table(
     values = {key: ["" if value is None else str(value) for value in table[key]] for key in keys}
     # Data sets of earlier versions have paths as they stood in a list.
     paths = [plain_path(path) for path in paths]
-    by, names, key, images_of = _joined(where, values, paths, ids, root)
+    files = list(FileNames(paths)) if by_file and has_parts(paths) else paths
+    by, names, key, images_of = _joined(where, values, paths, files, ids, root)
 
     def place(row: int) -> str:
         number = f"line {lines[row]}" if lines else f"row {row}"
@@ -159,8 +164,9 @@ def without_fractions(texts: Sequence[str | None]) -> list[str | None]:
 
 
 def _joined(
-    where: str, values: Mapping[str, Sequence[str]], paths: Sequence[str], ids: Sequence[str] | None, root: str
-) -> tuple[str, Sequence[str], str, list[list[int]]]:
+    where: str, values: Mapping[str, Sequence[str]], paths: Sequence[str], files: Sequence[str],
+    ids: Sequence[str] | None, root: str,
+) -> tuple[str, Sequence[str], str, list[list[int]]]:  # fmt: skip
     """Return by what rows and images are joined, the names of the images, the column, and the images of each row."""
     root = root.rstrip("/")
     folders = [f"{folder}/" for folder in (root, root.rpartition("/")[2]) if folder]
@@ -177,16 +183,17 @@ def _joined(
     # by what -> images, what a row has to name of one, and what the value of a row may name, in the order of preference
     attempts: dict[str, tuple[Sequence[str], Callable[[str], str], Callable[[str], Iterable[str]]]] = {
         "by the path": (paths, str, paths_of),
-        "by the path without suffix": (paths, _stem, stems_of),
-        "by the file name": (paths, _name, lambda value: [_name(value)]),
+        **({} if files is paths else {"by the path of the file": (files, str, paths_of)}),
+        "by the path without suffix": (files, _stem, stems_of),
+        "by the file name": (files, _name, lambda value: [_name(value)]),
         "by the name without suffix": (
-            paths, lambda path: _stem(_name(path)), lambda value: [_name(value), _stem(_name(value))],
+            files, lambda path: _stem(_name(path)), lambda value: [_name(value), _stem(_name(value))],
         ),
     }  # fmt: skip
     if ids is not None and "id" in values:
         attempts = {"by the id": (ids, str, lambda value: [value]), **attempts}
     for by, (names, key, forms) in attempts.items():
-        columns = values if names is paths else {"id": values["id"]}
+        columns = {"id": values["id"]} if names is ids else values
         (first, rows), *others = _images_of(columns, names, key, forms).items() or [("", [])]
         if other := next((column for column, images in others if images != rows), None):
             raise InputError(

@@ -12,6 +12,7 @@ from extract import defaults
 from extract.errors import InputError, LayertapError, first_line
 from extract.images import listed_again
 from extract.images.decoding import decode, header_size
+from extract.images.part_names import part_of
 from extract.store.reader import FeatureReader
 from pipelines.terminal.text_output import printable
 
@@ -42,9 +43,10 @@ class Pictures:
         self._hashes = reader.column("source_hash")
         self._reading = threading.Lock()
         self._place = {row: place for place, row in enumerate(rows)}
+        self._names = [reader.paths[row] for row in rows]
         self.why_not = ""
         try:
-            self._source = listed_again(root, [reader.paths[row] for row in rows], images).source
+            self._source = listed_again(root, self._names, images).source
         except LayertapError as error:
             self.why_not = first_line(error)
 
@@ -68,7 +70,8 @@ class Pictures:
         data, _ = self._read(row)
         if data is None:
             return None
-        size = header_size(data, self._orientation)
+        is_part = part_of(self._names[self._place[row]]) is not None
+        size = None if is_part else header_size(data, self._orientation)
         if size is None:  # rows of arrays are not files
             picture, _ = self.picture(row)
             return None if picture is None else picture.size

@@ -113,7 +113,9 @@ def test_backbones_that_know_other_classes_are_compared_by_name() -> None:
 
     def labelling(classes: list[str], unseen: tuple[str, ...], targets: list[int]) -> Labelling:
         none, rows = np.empty(0, np.int64), np.arange(4)
-        return Labelling("classification", np.array(classes), np.array(targets), none, none, rows, {}, {}, [], unseen)
+        return Labelling(
+            "classification", np.array(classes), np.array(targets), none, none, rows, rows, {}, {}, [], unseen
+        )
 
     outcome = SimpleNamespace(
         labellings={

@@ -172,7 +172,9 @@ def test_images_that_failed_or_are_in_two_sets_are_counted_and_left_out(made, tm
     of = ("probe", tmp_path / "out", "-p", "centroid", "-o", tmp_path / "res")
     leaky = layertap(*of).stdout
     assert "46 train, 24 test; left out: 2 failed" in leaky
-    assert "leakage: the same bytes in two sets: 5 images of test are also in train; --drop-leaks" in leaky
+    assert (
+        "leakage: the same bytes, file or group in two sets: 5 images of test are also in train; --drop-leaks" in leaky
+    )
     assert results(tmp_path / "res")["data_sets"]["out"]["leaks"] == {"test in train": 5}
     clean = layertap(*of, "--drop-leaks").stdout
     assert "5 rows of train and val left out" in clean
@@ -182,7 +184,7 @@ def test_images_that_failed_or_are_in_two_sets_are_counted_and_left_out(made, tm
     ran = succeeds(*of, "--without", tmp_path / "bad.txt")
     assert "bad.txt: 2" in ran.stderr
     assert "45 train, 24 test; left out: 1 failed" in ran.stdout
-    assert "leakage: the same bytes in two sets: 4 images" in ran.stdout
+    assert "leakage: the same bytes, file or group in two sets: 4 images" in ran.stdout
 
 
 # labels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError
 
-__all__ = ["FeatureRows", "Scaling", "Source", "mean_of", "moments"]
+__all__ = ["FeatureRows", "Labelled", "Scaling", "Source", "mean_of", "moments"]
 
 _BLOCK_BYTES = 16 << 20  # of features read at once
 _SPARSE = 4  # rows are read one by one if they span more than this many times their number
@@ -203,6 +204,56 @@ class FeatureRows:
                 row = start + int(np.flatnonzero(~np.isfinite(block).all(1))[0])
                 raise InputError(f"row {row} of the features contains NaN or infinity", hint="leave out such rows")
             yield start, block
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Rows and their targets.
+
+    Attributes:
+        rows: (N, D).
+        targets: (N,) int64 classes; (N, K) float32 labels of 0 and 1; (N, K) float64 numbers.
+        groups: (N,) number of the group of each row; no choice or test divides one. None: each row is a group.
+    """
+
+    rows: FeatureRows
+    targets: NDArray[Any]
+    groups: NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __add__(self, other: Labelled) -> Labelled:
+        groups = None
+        if self.groups is not None and other.groups is not None:
+            groups = np.concatenate([self.groups, other.groups])
+        return Labelled(self.rows + other.rows, np.concatenate([self.targets, other.targets]), groups)
+
+    def subset(self, chosen: NDArray[np.int64]) -> Labelled:
+        """Select rows by their sorted numbers."""
+        groups = None if self.groups is None else self.groups[chosen]
+        return Labelled(self.rows.subset(chosen), self.targets[chosen], groups)
+
+    def held(self) -> Labelled:
+        """Read the rows into memory once."""
+        return replace(self, rows=self.rows.held())
+
+    @cached_property
+    def grouping(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The first row (G,) of each group, and the place (N,) of the group of each row among these."""
+        if self.groups is None:
+            return np.arange(len(self)), np.arange(len(self))
+        _, first, places = np.unique(self.groups, return_index=True, return_inverse=True)
+        return first, places
+
+    @property
+    def n_groups(self) -> int:
+        """Number of groups: of rows that are independent of each other."""
+        return len(self.grouping[0])
+
+    def in_words(self, rows: str) -> str:
+        """Return a part of these rows in words, also that it consists of whole groups."""
+        return rows if self.n_groups == len(self) else f"{rows}, in whole groups"
 
 
 def _numpy(tensor: torch.Tensor) -> NDArray[Any]:

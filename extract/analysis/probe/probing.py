@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from extract.analysis.probe.feature_matrix import FeatureRows, Source
+from extract.analysis.probe.feature_matrix import FeatureRows, Labelled, Source
 from extract.analysis.probe.metrics import (
     Estimate,
     average_precision,
@@ -26,7 +26,7 @@ from extract.analysis.probe.metrics import (
     regression_metrics,
 )
 from extract.analysis.probe.model import LinearProbe
-from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Labelled, Settings, few_shot
+from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Settings, few_shot
 from extract.errors import InputError, LayertapError, first_line, unknown_name
 from extract.system.free_memory import free_bytes
 from extract.system.html_tables import Table, html_summary
@@ -146,6 +146,7 @@ def linear_probe(
     protocol: str = "clip",
     x_val: Source | None = None,
     y_val: ArrayLike | None = None,
+    groups: ArrayLike | None = None,
     scaling: str | None = None,
     class_weight: str | None = None,
     seed: int = 0,
@@ -169,6 +170,8 @@ def linear_probe(
         protocol: one of `PROTOCOLS`, which `extract.analysis.probe.protocols` describes.
         x_val: features for choosing hyper-parameters; None: a tenth of the training rows.
         y_val: classes, labels or numbers of the validation rows.
+        groups: (N,) group of each training row, such as its file or patient, in numbers or text: no group is both
+            fitted and chosen on; of few-shot draws, each has one row of a group. None: all rows are independent.
         scaling: "none", "l2" or "standardise"; None: the protocol's own.
         class_weight: "balanced" gives all classes the same weight, as in scikit-learn.
         seed: seed of all random choices.
@@ -196,16 +199,23 @@ def linear_probe(
     val = None if y_val is None else np.asarray(y_val)
     task, classes, encoded = _encode_targets(train, val, test, numbers)
 
-    def labelled(name: str, x: Source, y: NDArray[Any]) -> Labelled:
+    if groups is not None and np.shape(groups) != (len(train),):
+        raise InputError(f"groups have shape {np.shape(groups)}; expected ({len(train)},), one for each row of y_train")
+    numbers_of = None if groups is None else np.unique(np.asarray(groups), return_inverse=True)[1]
+
+    def labelled(name: str, x: Source, y: NDArray[Any], groups: NDArray[np.int64] | None = None) -> Labelled:
         # Convert a list of rows to an array: `FeatureRows` treats a list as arrays side by side.
         rows = FeatureRows.of(np.asarray(x) if isinstance(x, list | tuple) else x)
         if len(rows) != len(y):
             raise InputError(f"x_{name} has {len(rows):,} rows, but y_{name} has {len(y):,}")
-        return Labelled(rows, y)
+        return Labelled(rows, y, groups)
 
-    validation = None if x_val is None or encoded[1] is None else labelled("val", x_val, encoded[1])
+    validation = None
+    if x_val is not None and encoded[1] is not None:
+        alone = None if numbers_of is None else len(train) + np.arange(len(encoded[1]))
+        validation = labelled("val", x_val, encoded[1], alone)
     return probe(
-        labelled("train", x_train, encoded[0]), validation or None, labelled("test", x_test, encoded[2]),
+        labelled("train", x_train, encoded[0], numbers_of), validation or None, labelled("test", x_test, encoded[2]),
         classes, task, protocol=protocol, scaling=scaling, balanced=class_weight == "balanced", seed=seed,
         device=device, memory_bytes=memory_bytes,
     )  # fmt: skip

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from extract.analysis.probe.feature_matrix import FeatureRows, Scaling, mean_of
+from extract.analysis.probe.feature_matrix import FeatureRows, Labelled, Scaling, mean_of
 from extract.analysis.probe.logistic import Fit, LogisticRegression
 from extract.analysis.probe.metrics import average_precision
 from extract.analysis.probe.model import LinearProbe
@@ -39,7 +39,7 @@ from extract.analysis.probe.nearest_rows import neighbour_shares
 from extract.errors import InputError
 
 __all__ = [
-    "N_FOLDS", "PROTOCOLS", "SHOTS", "Fitted", "Labelled", "Protocol", "Settings", "fit_ridge", "primary",
+    "N_FOLDS", "PROTOCOLS", "SHOTS", "Fitted", "Protocol", "Settings", "fit_ridge", "primary",
     "standard_error", "stratified_folds",
 ]  # fmt: skip
 
@@ -62,33 +62,6 @@ _SCORES = 1 << 26  # held at once while strengths are compared
 _EQUAL_LOG_LOSS = 1e-3
 _WIDEST_RIDGE = 8_000  # largest min(N, D), the side of the matrix whose eigenvectors are computed
 _MOST_RIDGE_BYTES = 8 << 30  # largest size of the rows in double precision, if N < D
-
-
-@dataclass(frozen=True)
-class Labelled:
-    """Rows and their targets.
-
-    Attributes:
-        rows: (N, D).
-        targets: (N,) int64 classes; (N, K) float32 labels of 0 and 1; (N, K) float64 numbers.
-    """
-
-    rows: FeatureRows
-    targets: NDArray[Any]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __add__(self, other: Labelled) -> Labelled:
-        return Labelled(self.rows + other.rows, np.concatenate([self.targets, other.targets]))
-
-    def subset(self, chosen: NDArray[np.int64]) -> Labelled:
-        """Select rows by their sorted numbers."""
-        return Labelled(self.rows.subset(chosen), self.targets[chosen])
-
-    def held(self) -> Labelled:
-        """Read the rows into memory once."""
-        return Labelled(self.rows.held(), self.targets)
 
 
 @dataclass(frozen=True)
@@ -227,7 +200,7 @@ def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
         )
         return votes, None  # shares of votes are not probabilities: most are exactly 0
 
-    notes = _note_on_few_rows(len(validation))
+    notes = _note_on_few_rows(len(validation), validation.n_groups)
     return Fitted(scores, len(neighbours), "k", k, curve, len(validation), chosen_on, threshold=0.5, notes=notes)
 
 
@@ -237,12 +210,12 @@ def centroid(train: Labelled, val: Labelled | None, settings: Settings) -> Fitte
     Nearest class mean (Mensink et al. 2013; Snell, Swersky and Zemel 2017), with features of length 1. Before that,
     validation rows are predicted from the training rows alone.
     """
-    if val is None and len(train) // 10 < ENOUGH_ROWS:
-        folds = stratified_folds(train.targets, settings.seed)
+    if val is None and train.n_groups // 10 < ENOUGH_ROWS:
+        folds = _folds(train, settings.seed)
         left_out = [draw == fold for draw in folds.T for fold in range(N_FOLDS)]
         splits = [(train.subset(np.flatnonzero(~rows)), train.subset(np.flatnonzero(rows)))
                   for rows in left_out if rows.any()]  # fmt: skip
-        chosen_on = _folds_in_words(folds) if splits else ""
+        chosen_on = train.in_words(_folds_in_words(folds)) if splits else ""
     else:
         fit, validation, chosen_on = held_out(train, val, settings)
         splits = [(fit, validation)]
@@ -284,7 +257,7 @@ def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     scaling = Scaling.of(settings.scaling, all_rows.rows)
     weights, biases = fit_ridge(all_rows.rows.scaled(scaling), all_rows.targets, [alpha])
     model = LinearProbe(weights[0], biases[0], settings.classes, settings.task, scaling, has_probabilities=False)
-    notes = _note_on_range("alpha", alpha, curve) + _note_on_few_rows(len(validation))
+    notes = _note_on_range("alpha", alpha, curve) + _note_on_few_rows(len(validation), validation.n_groups)
     return Fitted(_scorer(model), len(all_rows), "alpha", alpha, curve, len(validation), chosen_on, model, notes=notes)
 
 
@@ -308,18 +281,21 @@ def held_out(train: Labelled, val: Labelled | None, settings: Settings) -> tuple
     """Return the rows to fit on, and the rows for choosing the strength, also in words: `val`, or a tenth of `train`.
 
     Raises:
-        InputError: there are fewer than 10 training rows and no validation rows.
+        InputError: there are fewer than 10 training rows, or groups of them, and no validation rows.
     """
     if val is not None:
         return train, val, _VALIDATION
-    count = len(train) // 10
+    n_groups, count = train.n_groups, train.n_groups // 10
     if not count:
+        noun = "training rows" if n_groups == len(train) else "groups of training rows"
         raise InputError(
-            f"{len(train)} training rows are too few to hold out a tenth for choosing hyper-parameters",
+            f"{n_groups} {noun} are too few to hold out a tenth for choosing hyper-parameters",
             hint="give validation rows, or use the protocol centroid, which has no hyper-parameters",
         )
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(settings.seed)).numpy()
-    return train.subset(np.sort(order[count:])), train.subset(np.sort(order[:count])), "a tenth of the training rows"
+    order = torch.randperm(n_groups, generator=torch.Generator().manual_seed(settings.seed)).numpy()
+    is_held_out = np.isin(train.grouping[1], order[:count])
+    fit, validation = train.subset(np.flatnonzero(~is_held_out)), train.subset(np.flatnonzero(is_held_out))
+    return fit, validation, train.in_words("a tenth of the training rows")
 
 
 def few_shot(
@@ -334,18 +310,19 @@ def few_shot(
     The strength is searched as in `clip`, on min(shots, 4) validation rows per class, as in CoOp (Zhou et al. 2022, and
     its code). These rows come from the validation rows, or from training rows that were not drawn. In each draw, the
     rows of fewer shots are part of the rows of more shots. Numbers of shots for which a class has too few rows are
-    skipped.
+    skipped. Of each group of training rows, a draw has one row at most.
 
     Raises:
         InputError: a class has too few rows for one shot.
     """
     values: dict[int, list[float]] = {}
     left_out_values: dict[int, list[float]] = {}
-    n_classes = len(settings.classes)
-    fewest = int(np.bincount(train.targets, minlength=n_classes).min())
+    n_classes, noun = len(settings.classes), train.in_words("training rows")
+    generators = [np.random.default_rng([settings.seed, repeat]) for repeat in range(_REPEATS)]
+    independent = [_one_of_each_group(train, generator) for generator in generators]
+    fewest = min(int(np.bincount(rows.targets, minlength=n_classes).min()) for rows in independent)
     fewest_val = fewest if val is None else int(np.bincount(val.targets, minlength=n_classes).min())
-    for repeat in range(_REPEATS):
-        generator = np.random.default_rng([settings.seed, repeat])
+    for train, generator in zip(independent, generators, strict=True):
         order = _shuffle_by_class(train.targets, n_classes, generator)
         order_val = None if val is None else _shuffle_by_class(val.targets, n_classes, generator)
         for shots in SHOTS:
@@ -368,10 +345,19 @@ def few_shot(
                 of_shots.setdefault(shots, []).append(top1)
     if not values:
         raise InputError(
-            f"a class has {fewest} training rows" + ("" if val is None else f" and {fewest_val} validation rows")
+            f"a class has {fewest} {noun}" + ("" if val is None else f" and {fewest_val} validation rows")
             + "; few-shot needs at least one for training and one for validation"
         )  # fmt: skip
     return values, [(float(shots), float(np.mean(each))) for shots, each in left_out_values.items()]
+
+
+def _one_of_each_group(rows: Labelled, generator: np.random.Generator) -> Labelled:
+    """Draw one row of each group."""
+    if rows.n_groups == len(rows):
+        return rows
+    order = generator.permutation(len(rows))
+    _, first = np.unique(rows.grouping[1][order], return_index=True)
+    return rows.subset(np.sort(order[first]))
 
 
 class ValidationScore(NamedTuple):
@@ -399,6 +385,7 @@ class _Choice:
         compare: evaluates values of C.
         all_rows: rows of the final fit.
         n_val: number of rows used for the choice.
+        n_groups: number of their groups.
         chosen_on: these rows, in words.
         folds: whether the comparison is on folds, by fits until predictions have settled.
     """
@@ -406,6 +393,7 @@ class _Choice:
     compare: Compare
     all_rows: Labelled
     n_val: int
+    n_groups: int
     chosen_on: str
     folds: bool = False
 
@@ -417,7 +405,7 @@ _VALIDATION = "validation rows"
 
 def _choice(train: Labelled, val: Labelled | None, settings: Settings) -> _Choice:
     """Compare on the validation rows; without them, on a tenth of the training rows, or on folds of few rows."""
-    if val is None and len(train) // 10 < ENOUGH_ROWS:
+    if val is None and train.n_groups // 10 < ENOUGH_ROWS:
         return _on_folds(train, settings)
     return _on_validation(*held_out(train, val, settings), settings)
 
@@ -436,20 +424,22 @@ def _on_validation(
                 probes[strength] = LinearProbe(weights, biases, settings.classes, settings.task, scaling)
         return score_on_validation(fit.weights, fit.biases, rows, val.targets, settings.task)
 
-    return _Choice(compare, train + val, len(val), chosen_on)
+    return _Choice(compare, train + val, len(val), val.n_groups, chosen_on)
 
 
 def _on_folds(train: Labelled, settings: Settings) -> _Choice:
     """Compare on folds.
 
     Raises:
-        InputError: no class has two training rows.
+        InputError: no class has two training rows, or two groups of them.
     """
-    folds = stratified_folds(train.targets, settings.seed)
-    n_val = int((folds[:, 0] >= 0).sum())
+    folds = _folds(train, settings.seed)
+    is_left_out = folds[:, 0] >= 0
+    n_val = int(is_left_out.sum())
     if not n_val:
+        noun = "training rows" if train.n_groups == len(train) else "groups of training rows"
         raise InputError(
-            "no class has two training rows, so no row can be held out for choosing hyper-parameters",
+            f"no class has two {noun}, so no row can be held out for choosing hyper-parameters",
             hint="give validation rows, or use the protocol centroid, which has no hyper-parameters",
         )
     problem, _ = _problem(train, settings)
@@ -458,7 +448,15 @@ def _on_folds(train: Labelled, settings: Settings) -> _Choice:
         return [score_left_out(scores, train.targets, settings.task, folds)
                 for scores in problem.left_out_scores(strengths, folds)]  # fmt: skip
 
-    return _Choice(compare, train, n_val, _folds_in_words(folds), folds=True)
+    n_groups = len(np.unique(train.grouping[1][is_left_out]))
+    return _Choice(compare, train, n_val, n_groups, train.in_words(_folds_in_words(folds)), folds=True)
+
+
+def _folds(train: Labelled, seed: int) -> NDArray[np.int64]:
+    """Return the folds (N, R) of rows: those of their groups, stratified by the first row of each."""
+    first, places = train.grouping
+    folds = stratified_folds(train.targets[first], seed)[places]
+    return folds[:, : -(-ENOUGH_ROWS // len(train))]
 
 
 def _folds_in_words(folds: NDArray[np.int64]) -> str:
@@ -528,7 +526,7 @@ def _refit(choice: _Choice, settings: Settings, strengths: NDArray[np.float64] |
     if swept == "lambda":
         curve, chosen = [(1 / c, value) for c, value in reversed(curve)], 1 / chosen
     notes = _note_on_scale(swept, fit.deviation, largest * len(choice.all_rows))
-    notes += _note_on_range(swept, chosen, curve) + _note_on_few_rows(choice.n_val)
+    notes += _note_on_range(swept, chosen, curve) + _note_on_few_rows(choice.n_val, choice.n_groups)
     if not fit.converged[0]:
         notes.append(_note_on_iterations(f"{swept} = {chosen:.3g}", int(fit.iterations[0]), bool(fit.separated[0])))
     return Fitted(
@@ -580,9 +578,10 @@ def _note_on_range(swept: str, chosen: float, curve: Sequence[tuple[float, float
     return [f"{swept} = {chosen:.3g} is at the end of its range"] if chosen in (min(values), max(values)) else []
 
 
-def _note_on_few_rows(count: int) -> list[str]:
-    """Return a note if the choice is made on fewer than 50 rows."""
-    return [f"chosen on only {count} rows"] if count < _FEW_ROWS else []
+def _note_on_few_rows(rows: int, groups: int) -> list[str]:
+    """Return a note if the choice is made on fewer than 50 rows, or groups of rows."""
+    what = f"{rows} rows" if rows == groups else f"{groups} groups of rows"
+    return [f"chosen on only {what}"] if groups < _FEW_ROWS else []
 
 
 def fit_ridge(
