@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from extract.extraction.pipeline import pictures_of, rows_of
 from extract.extraction.plan import Existing, Plan, asked_of, how_decoded, how_made, resolve
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Batch, Images, listed_again, load_batches
+from extract.images.part_source import source_of
 from extract.images.sources import Files
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
@@ -171,7 +173,7 @@ def features_of_file(
     Args:
         dataset: data set to compare the features with.
         provenance: provenance from its reader.
-        path: path of the image file.
+        path: path of the image file, or the name of a part of it.
         backbone: spec of the backbone; see `recorded_plan`.
         weights: see `recorded_plan`.
         device: device to compute on.
@@ -182,7 +184,8 @@ def features_of_file(
         LayertapError: see `recorded_plan`.
     """
     none = np.full(1, -1, np.int64)
-    image = Images(str(path.parent), [path.name], none, [], [""], Files(str(path.parent), [path.name]))
+    source = source_of([path.name], partial(Files, str(path.parent)))
+    image = Images(str(path.parent), [path.name], none, [], [""], source)
     plan = recorded_plan(dataset, provenance, image, backbone, weights, device)
     if changed := differences(dataset.depends_on, plan.dataset.depends_on):
         raise InputError(

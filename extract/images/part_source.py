@@ -172,12 +172,13 @@ class Parts(ImageSource):
 
     def content_hash(self, row: int, data: bytes) -> bytes:
         """See `ImageSource`."""
-        if self._hashed[0] is not data:
+        hashed, digest = self._hashed  # which another thread may set
+        if hashed is not data:
             digest = self._files.content_hash(row, data)
             if isinstance(data, OnDisk) and data.path.lower().endswith(_OF_SEVERAL_FILES):
                 digest = xxhash.xxh3_128_digest(digest + self.pyramid(data).identity.encode())
             self._hashed = data, digest
-        digest, fragment = self._hashed[1], fragment_of(self._names[row])
+        fragment = fragment_of(self._names[row])
         return xxhash.xxh3_128_digest(digest + fragment.encode()) if fragment else digest
 
     def check_there(self) -> None:

@@ -19,6 +19,7 @@ from extract.analysis.probe.nearest_rows import layer_to_search, nearest
 from extract.credentials import without_credentials
 from extract.errors import InputError
 from extract.extraction.reproduce import features_of_file, features_of_text
+from extract.images.part_names import file_of
 from extract.row_status import Status
 from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader
@@ -39,8 +40,8 @@ def run_search(
 
     Args:
         out: folder or URL of the data set.
-        query: a row number; otherwise the path of an image in the data set; otherwise an image file, whose features are
-            computed with the data set's recorded settings.
+        query: a row number; otherwise the path of an image in the data set; otherwise an image file, or the name of a
+            part of one, whose features are computed with the data set's recorded settings.
         text: a text instead of `query`, if the backbone has a text tower.
         k: number of rows to find.
         layer: layer to compare; None: `embedding`, or the only layer.
@@ -143,7 +144,7 @@ def _row_of_query(reader: FeatureReader, query: str, out: Path | str) -> int | N
         row = next((row for row, stored in enumerate(reader.paths) if stored == path), None)
         if row is not None:
             return row
-    if not Path(query).is_file():
+    if not Path(file_of(query)).is_file():
         problem = "a folder; name one image" if Path(query).is_dir() else "not a row number, a path in it, or a file"
         example = f", or a path such as {printable(reader.paths[0])}" if len(reader) else ""
         raise InputError(f"{out}: {printable(query)} is {problem}", hint=f"name a row{example}")

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
+from extract.images.part_names import file_of, fragment_of
 from extract.store.reader import FeatureReader
 from pipelines.terminal.figures import drawable, save_figure
 from pipelines.terminal.pictures import Pictures
@@ -43,12 +44,12 @@ def draw(content: dict[str, Any], reader: FeatureReader, root: str, images: str 
     for place in axes:
         place.axis("off")
     if query["row"] is not None:
-        picture, why_not = pictures.picture(query["row"])
+        picture, why_not = pictures.tile(query["row"], _SIDE_PX)
     else:
         picture, why_not = None if query["text"] else pictures.of_file(Path(query["path"])), ""
     _draw_tile(axes[0], picture, query["text"] or f"no picture:\n{why_not}", ["query", *_caption(query)], "bold")
     for place, hit in zip(axes[1:], hits, strict=False):
-        picture, why_not = pictures.picture(hit["row"])
+        picture, why_not = pictures.tile(hit["row"], _SIDE_PX)
         caption = [f"{hit['cosine']:.4f}", *_caption(hit)]
         _draw_tile(place, picture, f"no picture:\n{why_not}", caption, "normal")
     title = f"Nearest by cosine of {content['layer']}"
@@ -63,8 +64,10 @@ def _caption(image: dict[str, Any]) -> list[str]:
     """Return the name of an image's file, of which the end distinguishes images, and of its class."""
     caption = []
     if image["path"]:
-        name = image["path"].rpartition("/")[2]
+        name = file_of(image["path"]).rpartition("/")[2]
         caption.append(drawable(name if len(name) <= 24 else "…" + name[-23:]))
+        if fragment := fragment_of(image["path"]):
+            caption.append(drawable(fragment.partition("&")[0]))
     if image["class"]:
         caption.append(f"[{drawable(image['class'])}]")
     return caption

@@ -125,8 +125,8 @@ def label_rows(
         is_test = _draw_test_rows(strata, groups, used, fraction, seed)
         names = np.where(is_test, "test", "train")
         population = "each class" if task == "classification" else "the rows"
-        together = "copies" + (", parts of a file" if are_parts else "")
-        together += f" and images of the same {group}" if group else ""
+        together = "copies" + (" and parts of a file" if are_parts else "")
+        together += f", and images of the same {group}," if group else ""
         notes.append(f"{fraction:.0%} of {population} drawn for testing, with seed {seed}; {together} stay together")
         if known_splits:
             notes.append(f"the existing splits ({', '.join(sorted(known_splits))}) are not used")

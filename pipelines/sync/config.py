@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -12,13 +13,16 @@ from zoneinfo import ZoneInfo
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from extract.errors import InputError, unknown_name
-from extract.extraction.settings import ExtractionSettings
+from extract.extraction.settings import ExtractionSettings, PartSettings
 from extract.images.listing import is_plan
 from extract.sync.difference import Guards
 from pipelines.embed.config import FeaturesConfig
 from pipelines.terminal.config import FROZEN, Seconds, Words, checked, read_yaml
 
 __all__ = ["ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
+
+
+_OF_PARTS = {field.name for field in fields(PartSettings)}
 
 
 class SyncConfig(FeaturesConfig):
@@ -154,6 +158,11 @@ def load_sync_file(path: Path) -> SyncFile:
         where = f"{path}" + (f", data set {number}" if len(items) > 1 else "")
         merged = {**values, **item}
         for key in merged:
+            if key in _OF_PARTS:
+                raise InputError(
+                    f"{where}: {key}: sync follows whole files, not parts of them",
+                    hint="compute parts into a new data set with `layertap embed`",
+                )
             if key not in SyncConfig.model_fields:
                 raise unknown_name("key", str(key), [*SyncConfig.model_fields, "data_sets", "schedule"], where)
         data_sets.append(checked(SyncConfig, merged, where))

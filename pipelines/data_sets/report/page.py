@@ -37,6 +37,7 @@ from extract.analysis.row_findings import (
     outlier_cosine,
     similar_images,
 )
+from extract.analysis.row_groups import row_groups
 from extract.errors import InputError
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
@@ -273,6 +274,8 @@ class _ReportContent:
         labels, queries, near = self._reader.labels, neighbours.queries, neighbours.near
         labelled = (near.rows >= 0) & (labels[queries] >= 0)[:, None]
         labelled &= labels[np.maximum(near.rows, 0)] >= 0
+        files = row_groups(self._reader)
+        labelled &= files[np.maximum(near.rows, 0)] != files[queries][:, None]  # parts of one file share their class
         sizes = np.bincount(labels[labels >= 0]).astype(np.float64)
         pairs = (sizes * (sizes - 1)).sum()  # pairs of different images of a class
         if not labelled.any() or len(sizes) < 2 or not pairs:
@@ -402,7 +405,7 @@ class _ReportContent:
 
         def pictures() -> Iterator[tuple[int, Image.Image]]:
             for row in rows:
-                picture, why = source.picture(row, LARGEST_PX)
+                picture, why = source.tile(row, LARGEST_PX)
                 if picture is None:
                     missing[why] += 1
                 else:

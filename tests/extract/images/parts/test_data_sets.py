@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from extract import FeatureReader, InputError, UnknownNameError, extract_features
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.row_findings import left_out_probabilities
 from extract.images.part_names import windows_of
+from extract.images.plan_writing import write_plan
 from extract.probe import linear_probe
+from extract.store.merge import merge
+from extract.store.verify import verify
 from pipelines.probe.labelling import drop_leaks, label_rows
+from pipelines.terminal.pictures import Pictures
 from tests.conftest import make_picture
 from tests.extract.images.making import TINY
+from tests.pipelines.test_cli import fails, layertap
 
 FILES, BOXES = 16, 4
 
@@ -89,7 +96,7 @@ def test_suspect_labels_are_those_of_probes_that_saw_no_part_of_the_file() -> No
 def test_no_file_is_trained_and_tested_on_and_no_patient_with_a_group(reader: FeatureReader, tmp_path: Path) -> None:
     drawn = label_rows(reader, None)
     assert not files_on_both_sides(reader, drawn.train, drawn.test)
-    assert "copies, parts of a file stay together" in " ".join(drawn.notes)
+    assert "copies and parts of a file stay together" in " ".join(drawn.notes)
     assert f"the {len(drawn.test)} test rows are of {len(drawn.test) // BOXES} groups" in " ".join(drawn.notes)
     patients = np.array(reader.columns["patient"])
     assert set(patients[drawn.train]) & set(patients[drawn.test])
@@ -161,3 +168,77 @@ def test_a_reader_tells_files_and_windows_and_the_means_of_files(reader: Feature
     }.items():
         with pytest.raises(InputError, match=message):
             windows_of(names)
+
+
+def test_a_tile_has_the_pixels_of_its_box_and_shows_where_they_are(world: Path, reader: FeatureReader) -> None:
+    row = reader.paths[:].index("07.png#xywh=40,10,20,30&shape=square")
+    pictures = Pictures(reader, str(world / "photos"), [row, 0])
+    with Image.open(world / "photos" / "07.png") as photo:
+        box, whole = photo.crop((35, 10, 65, 40)), photo.copy()
+    assert pictures.size(row) == (30, 30)
+    assert pictures.picture(row)[0] == box
+    tile, _ = pictures.tile(row, 120)
+    assert tile is not None
+    assert tile.size == (120, 120)
+    scaled = np.array(box.resize((120, 120), Image.Resampling.BICUBIC))
+    shown, small = np.array(tile), np.array(whole.resize((46, 34), Image.Resampling.BICUBIC))
+    assert np.array_equal(shown[:84], scaled[:84])
+    inset = shown[-35:-1, -47:-1]  # within a white frame
+    assert (shown[-36, -48:] == 255).all()
+    inside = np.zeros((34, 46), bool)
+    inside[round(10 * 34 / 60) - 1 : round(40 * 34 / 60) + 1, round(35 * 46 / 80) - 1 : round(65 * 46 / 80) + 1] = True
+    assert np.array_equal(inset[~inside], small[~inside])
+    assert (inset[round(10 * 46 / 80), round(35 * 46 / 80) : round(65 * 46 / 80) - 1] == 255).all()
+
+
+# What is done with a data set
+
+
+def test_parts_are_listed_planned_merged_and_computed_again_as_files_are(
+    world: Path, reader: FeatureReader, tmp_path: Path
+) -> None:
+    listed = world / "photos" / "parts.csv"
+    listed.write_text("path\n" + "\n".join(f'"{path}"' for path in reversed(reader.paths[:])))
+    write_plan(listed, tmp_path / "plan")
+    for where in (listed, tmp_path / "plan"):
+        with extract_features(where, out=tmp_path / f"of-{where.name}", **TINY | {"layers": "embedding"}) as again:
+            assert again.paths == reader.paths
+            assert np.array_equal(again["embedding"][:], reader["embedding"][:])
+            assert np.array_equal(again.column("source_hash"), reader.column("source_hash"))
+    shutil.copytree(world / "photos", photos := tmp_path / "photos")
+    asked = TINY | {"boxes": world / "boxes.csv", "layers": "embedding"}
+    halves = [[f"{number:02d}.png" for number in numbers] for numbers in (range(8), range(8, FILES))]
+    for name, half in zip("ab", halves, strict=True):
+        with pytest.warns(UserWarning, match="images left out by the table: 32"):
+            extract_features(photos, out=tmp_path / name, without=half, **asked).close()
+    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "merged")
+    with FeatureReader(tmp_path / "merged") as merged:
+        assert merged.paths == reader.paths
+        assert merged["embedding"][:].tolist() == reader["embedding"][:].tolist()
+        assert merged.windows.tolist() == reader.windows.tolist()
+    (photos / "05.png").write_bytes(b"damaged")
+    with extract_features(photos, out=tmp_path / "c", **asked) as damaged:
+        assert [row for row, *_ in damaged.failures] == [20, 21, 22, 23]
+    shutil.copy(world / "photos" / "05.png", photos)
+    asked["layers"] = ["embedding", "layer1"]
+    extract_features(photos, out=tmp_path / "c", retry_failed=True, **asked | {"layers": "embedding"}).close()
+    with extract_features(photos, out=tmp_path / "c", add_layers=True, **asked) as whole:
+        for layer in reader.layers:
+            assert np.array_equal(whole[layer][:], reader[layer][:])
+    assert not verify(tmp_path / "c").faults
+    found = layertap("search", world / "out", "07.png#xywh=40,10,20,30&shape=square", "-k", 1, "-l", "embedding")
+    assert "nearest to row 30 (07.png#xywh=40,10,20,30&shape=square)" in found.stdout
+
+
+def test_a_part_of_another_file_may_be_searched_for(world: Path, reader: FeatureReader, tmp_path: Path) -> None:
+    shutil.copy(world / "photos" / "07.png", other := tmp_path / "other.png")
+    query = f"{other}#xywh=40,10,20,30&shape=square"
+    found = layertap("search", world / "out", query, "-k", 1, "-l", "embedding", "-o", tmp_path / "hits.png")
+    assert "1.000000  row 30  07.png#xywh=40,10,20,30&shape=square" in found.stdout
+    assert (tmp_path / "hits.png").stat().st_size > 10_000
+    assert "is not a row number, a path in it, or a file" in fails("search", world / "out", "no.png#xywh=40,10,20,30")
+
+
+def test_sync_says_that_it_follows_whole_files(world: Path, tmp_path: Path) -> None:
+    (tmp_path / "sync.yaml").write_text(f"images: {world / 'photos'}\nout: {tmp_path / 'out'}\nboxes: boxes.csv\n")
+    assert "boxes: sync follows whole files, not parts of them" in fails("sync", tmp_path / "sync.yaml")
