@@ -308,7 +308,8 @@ def list_folder(where: str, suffixes: frozenset[str] = IMAGE_SUFFIXES) -> Images
         names = files_below(where)
     else:
         check_exists(where)
-        hint = "slides are read in tiles: add --tiles 512" if folder.suffix.lower() in SLIDE_SUFFIXES else ""
+        is_slide = folder.suffix.lower() in SLIDE_SUFFIXES
+        hint = "slides are read in tiles: `layertap embed --tiles 512`" if is_slide else ""
         hint = _FRAMES if folder.suffix.lower() in VIDEO_SUFFIXES else hint
         raise InputError(f"{where}: not an image, folder, list, archive or array", hint=hint)
     listed = list(names)

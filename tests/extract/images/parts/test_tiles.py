@@ -318,7 +318,7 @@ def test_wrong_settings_and_missing_libraries_are_told_in_a_line(
             asking(**wrong)
     with pytest.raises(InputError, match="level is that of tiles, and there are none; add --tiles 512"):
         list_images(tmp_path / "a.svs", parts=ExtractionSettings(level=1))
-    with pytest.raises(InputError, match="slides are read in tiles: add --tiles 512"):
+    with pytest.raises(InputError, match="slides are read in tiles: `layertap embed --tiles 512`"):
         list_images(tmp_path / "a.svs")
     monkeypatch.setitem(sys.modules, "openslide", None)
     with pytest.raises(LayertapError, match="a slide needs openslide; to install it: .*openslide-bin"):
