@@ -138,7 +138,8 @@ def images_of_names(
         InputError: no name is that of an image, a name is that of several images, or two names are of the same image.
     """
     values = {"path": names} | ({"id": names} if ids is not None else {})
-    by, of_images, _, images_of = _joined(where, values, [plain_path(path) for path in paths], ids, root)
+    paths = [plain_path(path) for path in paths]
+    by, of_images, _, images_of = _joined(where, values, paths, paths, ids, root)
     first: dict[int, str] = {}
     for name, images in zip(names, images_of, strict=True):
         _check_same(images, of_images, f"{where}: {printable(name)!r} names two images {by}")
