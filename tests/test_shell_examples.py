@@ -7,6 +7,7 @@ networks that they are of have the names of their layers, and few of their chann
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import shlex
@@ -109,6 +110,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folders = {
         "photos": names,
         "new-photos": [f"{n}.jpg" for n in range(3)],
+        "street": [f"{n}.jpg" for n in range(2)],
         "cifar": [f"{split}/{n % 10}/{n}.png" for split, count in (("train", 60), ("test", 20)) for n in range(count)],
         **{year: [f"{year}-{n}.jpg" for n in range(4)] for year in ("2023", "2024")},
     }
@@ -130,6 +132,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, name in enumerate(("cat.jpg", "new.jpg")):
         make_picture(100 + number).save(start / name)
     shutil.copytree(ROOT / "configs", start / "configs")
+    (start / "boxes.csv").write_text("path,x,y,w,h,label\n0.jpg,1,1,20,30,car\n0.jpg,5,5,9,9,bus\n1.jpg,2,3,20,9,car\n")
+    boxes = [{"id": 1, "image_id": 1, "bbox": [1, 2, 20, 30], "category_id": 3, "area": 600}]
+    described = {"images": [{"id": 1, "file_name": "1.jpg"}], "categories": [{"id": 3, "name": "car"}]}
+    (start / "instances.json").write_text(json.dumps(described | {"annotations": boxes}))
     rows = [f"{path},{20 + number % 50}" for number, path in enumerate(folders["cifar"])]
     (start / "ages.csv").write_text("\n".join(["path,age", *rows, ""]))
     classes = [f"{path},{path.split('/')[1]}" for path in folders["photos"]]
