@@ -18,7 +18,7 @@ from pipelines.terminal.config import BackboneConfig, DataSetKeys, ExtractionKey
 if TYPE_CHECKING:
     from extract.images import Images
 
-__all__ = ["EmbedConfig", "FeaturesConfig", "check_output", "listed_images"]
+__all__ = ["EmbedConfig", "FeaturesConfig", "check_output", "images_of", "listed_images"]
 
 
 class FeaturesConfig(BackboneConfig, DataSetKeys):
@@ -165,7 +165,12 @@ def listed_images(config: EmbedConfig) -> Images:
     Raises:
         InputError: the images, or the folder of the data set, cannot be used.
     """
+    check_output(config)
+    return images_of(config)
+
+
+def images_of(config: EmbedConfig) -> Images:
+    """List the images of a run, or the parts of images that it asks for."""
     from extract.images import list_images
 
-    check_output(config)
     return list_images(config.images, config.limit, config.keep, config.without, config)

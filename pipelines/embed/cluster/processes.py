@@ -105,8 +105,8 @@ class Embed:
         import torch
 
         from extract.extraction.shard_maker import ShardMaker
-        from extract.images import list_images
         from extract.store.places.destination import destination_of
+        from pipelines.embed.config import images_of
         from pipelines.embed.job import describe_computation, plan_of
         from pipelines.terminal.backbone import backbone_of
 
@@ -114,7 +114,7 @@ class Embed:
         config = self.config
         if "workers" not in config.model_fields_set:
             config = config.model_copy(update={"workers": min(defaults.WORKERS, self.threads)})
-        images = list_images(config.images, config.limit, config.keep, config.without, config)
+        images = images_of(config)
         for note in images.notes:
             say(f"note: {note}")
         plan = plan_of(config, backbone_of(config, say), images)
