@@ -13,8 +13,9 @@ __all__ = ["probabilities", "tiny_gradients", "unused_targets", "wrong_labels"]
 
 _IMAGES_FOR_LABELS = 100
 # Predictions of an untrained network are nearly uniform, and nearly the same for all images. A network has learned if
-# it gives three times the probability of a guess to half of the classes in turn, or has trained batch normalisations.
-# With two classes, untrained ones give up to 0.65.
+# it gives three times the probability of a guess to half of the classes in turn, or has trained batch normalisations;
+# of more than ten classes, three times for each factor of ten, as the largest of many random outputs is larger. With
+# two classes, untrained ones give up to 0.65.
 _SURE = 3.0
 _SURE_AT_MOST = 0.8
 _CLASSES_IN_USE = 0.5
@@ -44,7 +45,7 @@ def wrong_labels(evidence: Evidence, explained: set[str]) -> list[Finding]:
     if predictions is None or predictions.images < _IMAGES_FOR_LABELS or evidence.tensors[-1].name in explained:
         return []
     images, classes = predictions.images, len(predictions.labels)
-    sure = predictions.sure / images >= min(_SURE_AT_MOST, _SURE / classes)
+    sure = predictions.sure / images >= min(_SURE_AT_MOST, _SURE ** max(1.0, math.log10(classes)) / classes)
     in_use = _effective_number(predictions.predicted) >= _CLASSES_IN_USE * _effective_number(predictions.labels)
     normalised = any(tensor.running is not None and not tensor.running.initial for tensor in evidence.tensors)
     # Guesses that follow the predicted frequencies, on labels of these frequencies.

@@ -605,6 +605,10 @@ HEALTHY: dict[str, Callable[[], Names]] = {
     "torchvision mobilenet_v2": lambda: at_random(torchvision.models.mobilenet_v2),
     "timm vit_tiny": lambda: at_random(timm.create_model, "vit_tiny_patch16_224", img_size=64),
     "timm convnext_atto": lambda: at_random(timm.create_model, "convnext_atto"),
+    "timm deit_tiny": lambda: at_random(timm.create_model, "deit_tiny_patch16_224", img_size=64),
+    "timm swin_tiny": lambda: at_random(timm.create_model, "swin_tiny_patch4_window7_224", img_size=64, window_size=2),
+    "torchvision shufflenet_v2": lambda: at_random(torchvision.models.shufflenet_v2_x0_5),
+    "torchvision densenet121": lambda: at_random(torchvision.models.densenet121),
     "timm mobilenetv3": lambda: at_random(timm.create_model, "mobilenetv3_small_050"),
     "chain with He's initialisation": lambda: in_chain(lambda model: None, F.cross_entropy),
 }
