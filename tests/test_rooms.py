@@ -140,10 +140,10 @@ print(tuple(taps.record["1"].shape), sorted(name for name in sys.modules if name
 
 
 @pytest.mark.slow
-def test_one_image_passes_at_most_ten_files_with_twenty_changes_from_one_to_another() -> None:
+def test_one_image_passes_at_most_ten_files_with_22_changes_from_one_to_another() -> None:
     files, changes = path_of_one_image()
     assert len(files) <= 10, sorted(files)
-    assert len(changes) <= 20, sorted(changes)
+    assert len(changes) <= 22, sorted(changes)
     # Something was traced: the ends of the path, and the hook between them.
     assert {f"extract/{name}.py" for name in ("images/loading", "taps/capture", "store/format/writer")} <= files
 
@@ -153,7 +153,7 @@ def test_a_run_resolves_each_thing_once_in_few_files_before_its_first_image() ->
     loaded, by_spec, by_command = cold_paths().values()
     for path, most in ((loaded, 28), (by_spec, 33), (by_command, 41)):
         assert len(path.files_before) <= most, sorted(path.files_before)
-    assert loaded.calls.total() <= 1_500
+    assert loaded.calls.total() <= 1_650  # each setting is checked by five
     assert len(loaded.files) <= 44, sorted(loaded.files)
     for path in (loaded, by_spec, by_command):
         for file, function in (

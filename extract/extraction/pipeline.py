@@ -11,7 +11,7 @@ Three batches are in progress at once: batch k + 2 is decoded, batch k + 1 is co
 shard is published while the next one is computed. The concurrency belongs to what owns a process, a device or a thread:
 `load_batches`, `Forward`, `ShardWriter`, and the run for the publication.
 
-One image passes ten files, with twenty changes from one to another (`python -m tests.trace_path`): what one image
+One image passes ten files, with 22 changes from one to another (`python -m tests.trace_path`): what one image
 passes lies together, and what can be resolved before the loop is not done in it.
 
 If a file fails, its row does; if a disk, server or network fails, the run stops, because one dead link says nothing

@@ -107,6 +107,10 @@ class _FilesOfParts(Chosen):
             raise FileNotFoundError
         return super().read(row)
 
+    def local_path(self, row: int) -> str | None:
+        """See `ImageSource`."""
+        return None if self._rows[row] < 0 else super().local_path(row)
+
 
 def _of_boxes(images: Images, asked: Any, keep: Sequence[str]) -> Listed:
     rows, names = _rows_of_files(images), Counter[str]()

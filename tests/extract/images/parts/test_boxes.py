@@ -165,6 +165,14 @@ def test_rows_without_pixels_fail_alone(photos: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_box_of_a_missing_picture_never_shows_another(photos: Path, tmp_path: Path) -> None:
+    images = parts(photos, table(tmp_path, "a.png,0,0,5,5\ngone.png,0,0,5,5"))
+    assert images.paths[1] == "gone.png#xywh=0,0,5,5"
+    assert images.source.local_path(1) is None
+    with pytest.raises(FileNotFoundError):
+        images.source.read(1)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
