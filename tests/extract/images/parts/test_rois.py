@@ -152,6 +152,7 @@ class TestRuns:
         summary = extract(planned(copies, "copies", layers=["layer1:roi"]))
         assert (summary.computed, summary.duplicates) == (4, 2)
 
+    @pytest.mark.slow
     def test_compiled_code_gives_the_same_rows(self, job: Job) -> None:
         pytest.importorskip("openvino")
         eager, compiled = (job.run(how, layers=["layer2:roi"], compile=how) for how in ("off", "openvino"))
