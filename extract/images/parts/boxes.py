@@ -21,6 +21,7 @@ from extract.system.similar_paths import did_you_mean
 __all__ = ["Box", "read_boxes"]
 
 _MOST_BYTES = 4 << 30  # of a COCO file; that of COCO's 118,000 training pictures has 450 MB
+_MOST_PIXELS = 1_000_000_000  # along an axis; names hold 12 digits
 _SIDES = ("x", "y", "w", "h")
 _COCO = {
     "images": [{"id": (int, str), "file_name": str}],
@@ -86,13 +87,14 @@ def _window(place: str, numbers: Iterable[Any], scale: float = 0.0) -> Window:
     """
     try:
         x, y, w, h = map(float, numbers)
-        if not all(map(math.isfinite, (x, y, w, h))):
+        if not all(abs(number) < _MOST_PIXELS for number in (x, y, w, h)):  # also no NaN
             raise ValueError
     except (TypeError, ValueError):
-        raise InputError(f"{place}: expected four numbers for x, y, w and h") from None
+        raise InputError(f"{place}: expected four numbers for x, y, w and h, below {_MOST_PIXELS:,}") from None
     if scale:
         x, y, w, h = (number / scale * 100 for number in (x, y, w, h))
-        return Window(max(x, 0), max(y, 0), max(w + min(x, 0), 0), max(h + min(y, 0), 0), percent=True)
+        # Of -0.0, whose sign no name has, and 0, `max` returns the first.
+        return Window(max(0, x), max(0, y), max(0, w + min(x, 0)), max(0, h + min(y, 0)), percent=True)
     (left, width), (top, height) = (_rounded(x, w), _rounded(y, h))
     return Window(left, top, width, height)
 
@@ -111,9 +113,7 @@ def _of_table(where: str, keep: Sequence[str]) -> Iterator[Box]:
     places = [f"{where}: line {line}" for line in lines] or [f"{where}: row {row}" for row in range(len(columns["x"]))]
     sides = list(zip(*(columns[name] for name in _SIDES), strict=True))
     windows = [_window(place, numbers) for place, numbers in zip(places, sides, strict=True)]
-    if any(math.modf(float(number))[0] for numbers in sides for number in numbers) and all(
-        float(number) <= 1 for numbers in sides for number in numbers
-    ):
+    if all(float(number) <= 1 for numbers in sides for number in numbers):
         windows = [_window(place, numbers, 1) for place, numbers in zip(places, sides, strict=True)]
     else:
         _check_pixels(places, sides)
@@ -146,8 +146,9 @@ def _check_pixels(places: Sequence[str], sides: Sequence[tuple[Any, ...]]) -> No
 
 def _of_coco(path: Path, keep: Sequence[str]) -> Iterator[Box]:
     content = read_json(path, _COCO, _MOST_BYTES)
-    files = {image["id"]: image["file_name"] for image in content["images"]}
-    classes = {category["id"]: category["name"] for category in content.get("categories", [])}
+    files = _by_id(path, "images", [(image["id"], image["file_name"]) for image in content["images"]])
+    categories = [(category["id"], category["name"]) for category in content.get("categories", [])]
+    classes = _by_id(path, "categories", categories)
     for number, box in enumerate(content["annotations"]):
         place = f"{path}: annotation {box.get('id', number)}"
         if box["image_id"] not in files:
@@ -160,6 +161,14 @@ def _of_coco(path: Path, keep: Sequence[str]) -> Iterator[Box]:
         yield Box(
             plain_path(files[box["image_id"]]), _window(place, box["bbox"]), name, id, "", _kept(place, box, keep)
         )
+
+
+def _by_id(path: Path, what: str, items: Sequence[tuple[Any, str]]) -> dict[Any, str]:
+    names: dict[Any, str] = {}
+    for id, name in items:
+        if names.setdefault(id, name) != name:  # as in files that were joined
+            raise InputError(f"{path}: the {what} {names[id]!r} and {name!r} have the same id {id}")
+    return names
 
 
 def _kept(place: str, box: Mapping[str, Any], keep: Sequence[str]) -> tuple[Any, ...]:
@@ -207,7 +216,7 @@ def _of_voc(path: Path, stem: str) -> Iterator[Box]:
 
 
 def _of_yolo(path: Path, stem: str, names: Mapping[str, str]) -> Iterator[Box]:
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+    for number, line in enumerate(_text(path).splitlines(), 1):
         values, place = line.split(), f"{path}: line {number}"
         if not values:
             continue
@@ -219,17 +228,26 @@ def _of_yolo(path: Path, stem: str, names: Mapping[str, str]) -> Iterator[Box]:
             raise InputError(f"{place}: expected numbers for x, y, width and height") from None
         if max(x, y, w, h) > 1:
             raise InputError(f"{place}: {' '.join(values[1:])}; expected fractions of the picture, at most 1")
+        if names and values[0] not in names:
+            raise InputError(f"{place}: no class has the number {values[0]}")
         yield Box(stem, _window(place, (x - w / 2, y - h / 2, w, h), 1), names.get(values[0], values[0]))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not a file of text in UTF-8: {first_line(error)}") from error
 
 
 def _yolo_classes(folder: Path) -> dict[str, str]:
     """Return the classes that a `classes.txt`, or a `data.yaml` of the folder or above it, names; by number."""
     if (listed := folder / "classes.txt").is_file():
-        return {str(number): name for number, name in enumerate(listed.read_text().splitlines()) if name}
+        return {str(number): name.strip() for number, name in enumerate(_text(listed).splitlines()) if name.strip()}
     for place in (folder, *folder.resolve().parents[:2]):
         if (described := place / "data.yaml").is_file():
             try:
-                names = yaml.safe_load(described.read_text()).get("names", {})
+                names = yaml.safe_load(_text(described)).get("names") or {}
             except (yaml.YAMLError, AttributeError) as error:
                 raise InputError(f"{described} is not a description of YOLO: {first_line(error)}") from error
             items = names.items() if isinstance(names, dict) else enumerate(names)

@@ -24,6 +24,7 @@ from extract.images.videos import times_of
 __all__ = ["Listed", "of_files", "parts_of"]
 
 _MOST_TILES = 20_000_000  # which take some GB of memory
+_SEVERAL = -2  # in place of a row: a path without suffix is that of several files
 
 
 class Listed(NamedTuple):
@@ -119,6 +120,11 @@ def _of_boxes(images: Images, asked: Any, keep: Sequence[str]) -> Listed:
     titles: list[str] = []
     for box in read_boxes(asked.boxes, keep):
         row = rows.get(box.file, -1)
+        if row == _SEVERAL:
+            raise InputError(
+                f"{asked.boxes}: {box.file} is the name of several images of {images.root}, with other suffixes",
+                hint="rename them, or make a table of the boxes, with complete paths",
+            )
         file = images.paths[row] if row >= 0 else box.file
         window = replace(box.window, context=asked.context, square=asked.box_shape == "square")
         name = window_name(file, window)
@@ -216,8 +222,11 @@ def _notes(images: Images, where: Any, files: Sequence[str], rows: Sequence[int]
 
 
 def _rows_of_files(images: Images) -> dict[str, int]:
-    """Return path -> row, also of paths without suffix, as labels of YOLO and Pascal VOC name them."""
-    rows = {path.rpartition(".")[0]: row for row, path in enumerate(images.paths)}
+    """Return path -> row, also of paths without suffix, as labels of YOLO and Pascal VOC name them; or `_SEVERAL`."""
+    rows: dict[str, int] = {}
+    for row, path in enumerate(images.paths):
+        stem = os.path.splitext(path)[0]  # noqa: PTH122  also of URLs
+        rows[stem] = _SEVERAL if stem in rows else row
     return rows | {path: row for row, path in enumerate(images.paths)}
 
 

@@ -28,6 +28,12 @@ WIDTH, HEIGHT = 60, 40
 BOXES = {"a.png": [(10, 5, 30, 20), (40, 30, 20, 10), (59, 39, 1, 1)], "b/c.jpg": [(2, 3, 20, 30)]}
 
 
+def _coco_of_ids(images: tuple[int, int], categories: tuple[int, int]) -> str:
+    of_images = [{"id": id, "file_name": name} for id, name in zip(images, ("a.png", "b.png"), strict=True)]
+    of_categories = [{"id": id, "name": name} for id, name in zip(categories, ("cat", "dog"), strict=True)]
+    return json.dumps({"images": of_images, "categories": of_categories, "annotations": []})
+
+
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("world") / "photos"
@@ -189,16 +195,59 @@ def test_a_box_of_a_missing_picture_never_shows_another(photos: Path, tmp_path: 
         ("d/a.xml", "<annotation><object><name>x</name></object></annotation>", "object 0: expected a bndbox"),
         ("d/a.xml", "<!DOCTYPE a [<!ENTITY b 'c'>]><annotation>&b;</annotation>", "it declares entities"),
         ("d/a.md", "", "no .txt or .xml file; expected those of YOLO (.txt) or of Pascal VOC (.xml)"),
+        (
+            "b.csv",
+            "path,x,y,w,h\na.png,1e12,2,3,4\n",
+            "line 2: expected four numbers for x, y, w and h, below 1,000,000,000",
+        ),
+        ("b.json", _coco_of_ids((1, 1), (1, 2)), "the images 'a.png' and 'b.png' have the same id 1"),
+        ("b.json", _coco_of_ids((1, 2), (1, 1)), "the categories 'cat' and 'dog' have the same id 1"),
+        ("d/a.txt", b"0 0.5 0.5 0.1 0.1\xe9", "a.txt is not a file of text in UTF-8"),
         ("b.pdf", "", "expected a table, a .json file of COCO, or a folder of YOLO or Pascal VOC files"),
     ],
 )
-def test_wrong_boxes_are_refused_by_place(photos: Path, tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_wrong_boxes_are_refused_by_place(photos: Path, tmp_path: Path, name: str, content: Any, message: str) -> None:
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
-    file.write_text(content)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(InputError) as caught:
         parts(photos, file.parent if file.parent.name == "d" else file)
     assert message in str(caught.value)
+
+
+def test_a_missing_picture_is_not_read_from_another_file(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extract.images.part_source.is_read_in_regions", lambda path: True)  # as for slides
+    images = parts(photos, table(tmp_path, "a.png,0,0,5,5\ngone.png,0,0,5,5"))
+    assert batch_of(images, [1]).reasons == {1: "no such file"}
+
+
+def test_a_name_without_suffix_is_that_of_one_picture(tmp_path: Path) -> None:
+    make_picture(0, WIDTH, HEIGHT).save(tmp_path / "a.png")
+    make_picture(1, WIDTH, HEIGHT).save(tmp_path / "a.jpg")
+    labels = tmp_path / "labels"
+    labels.mkdir()
+    (labels / "a.txt").write_text("0 0.5 0.5 0.1 0.1")
+    with pytest.raises(InputError, match="a is the name of several images"):
+        parts(tmp_path, labels)
+
+
+def test_yolo_files_of_windows_have_their_classes(photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf0 0.5 0.5 0.1 0.1\r\n")
+    (tmp_path / "classes.txt").write_bytes(b"\xef\xbb\xbfcat \r\ndog\r\n")
+    assert parts(photos, tmp_path).classes == ["cat"]
+    (tmp_path / "a.txt").write_text("2 0.5 0.5 0.1 0.1")
+    with pytest.raises(InputError, match="line 1: no class has the number 2"):
+        parts(photos, tmp_path)
+
+
+@pytest.mark.parametrize("row", ["a.png,0,0,1,1", "a.png,-0.0,0,1.0,1"])
+def test_numbers_up_to_one_are_fractions(photos: Path, tmp_path: Path, row: str) -> None:
+    batch = batch_of(parts(photos, table(tmp_path, row + "\na.png,0,-0.0,.5,.5")), [0, 1])
+    half = upright(photos, "a.png").crop((0, 0, WIDTH // 2, HEIGHT // 2))
+    expected = [as_tensor(upright(photos, "a.png")), as_tensor(half)]
+    assert torch.equal(batch.images, torch.stack(expected))
 
 
 def test_a_picture_is_decoded_once_for_its_boxes(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
