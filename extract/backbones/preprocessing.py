@@ -187,8 +187,8 @@ class Preprocessing:
         kind, number = view or ("", 0)
         if kind in _CROPS:
             return self._crops(picture, kind)[number]
-        if kind and number:
-            picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        if kind:  # a transform may change the picture, which the next view needs
+            picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if number else picture.copy()
         if self.library_transform is None:
             return self._resized_and_cropped(picture)
         with exits_refused():

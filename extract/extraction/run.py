@@ -127,11 +127,12 @@ def _listed(arguments: Arguments) -> Images:
     if isinstance(where, str | os.PathLike):
         listed = list_images(where, keep=keep, parts=arguments)
     else:
+        of_boxes, keep = (keep, ()) if arguments.boxes else ((), keep)
         listed = list_dataset(where, keep)
         if are_asked(arguments):
             from extract.images.parts.listing import parts_of
 
-            listed = parts_of(listed, arguments)
+            listed = parts_of(listed, arguments, of_boxes)
     images = some_of(listed, arguments.limit, arguments.without)
     are_told = len(listed.notes) if isinstance(where, str | os.PathLike) and not are_asked(arguments) else 0
     for note in images.notes[are_told:]:

@@ -145,7 +145,10 @@ def _check_pixels(places: Sequence[str], sides: Sequence[tuple[Any, ...]]) -> No
 
 
 def _of_coco(path: Path, keep: Sequence[str]) -> Iterator[Box]:
-    content = read_json(path, _COCO, _MOST_BYTES)
+    try:
+        content = read_json(path, _COCO, _MOST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"boxes {path}: no such file", hint=did_you_mean(path)) from None
     files = _by_id(path, "images", [(image["id"], image["file_name"]) for image in content["images"]])
     categories = [(category["id"], category["name"]) for category in content.get("categories", [])]
     classes = _by_id(path, "categories", categories)

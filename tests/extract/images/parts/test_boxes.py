@@ -314,3 +314,15 @@ def test_a_data_set_of_boxes(photos: Path, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="without a box"):
         extract_features(photos, **how)
     assert (tmp_path / "out" / "shards" / "000000.h5").stat().st_mtime_ns == before
+
+
+def test_columns_of_the_boxes_of_pictures_in_memory_are_kept(tmp_path: Path) -> None:
+    boxes = table(tmp_path, "0,1,2,5,5,3", "path,x,y,w,h,area")
+    pictures = [make_picture(0, WIDTH, HEIGHT)]
+    reader = extract_features(pictures, boxes=boxes, keep="area", out=tmp_path / "out", **TINY)
+    assert list(reader.columns["area"]) == ["3"]
+
+
+def test_a_missing_file_of_boxes_is_named(photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"boxes .*gone.json: no such file"):
+        parts(photos, tmp_path / "gone.json")

@@ -98,3 +98,16 @@ def test_kinds_of_parts_exclude_each_other(photos: Path) -> None:
     listed.write_text('path\n"0.jpg#xywh=0,0,9,9"\n')
     with pytest.raises(InputError, match="its rows are parts of images already; leave out --views"):
         list_images(listed, parts=ExtractionSettings(views="ten"))
+
+
+def test_a_transform_that_changes_its_picture_does_not_change_the_next_view(tmp_path: Path) -> None:
+    picture = make_picture(0, 90, 80)
+    picture.save(tmp_path / "a.png")
+
+    def smaller(picture: Image.Image) -> torch.Tensor:
+        picture.thumbnail((8, 8))
+        return torch.from_numpy(np.array(picture.resize((4, 4)))).movedim(2, 0).float()
+
+    how = Preprocessing((4, 4), (4, 4), "", (0.0,) * 3, (1.0,) * 3, smaller, "smaller")
+    expected = [smaller(picture.copy()), smaller(ImageOps.mirror(picture))]
+    assert torch.equal(views(tmp_path, "flips", how), torch.stack(expected))
