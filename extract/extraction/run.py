@@ -127,8 +127,8 @@ def _listed(arguments: Arguments) -> Images:
     if isinstance(where, str | os.PathLike):
         listed = list_images(where, keep=keep, parts=arguments)
     else:
-        of_boxes, keep = (keep, ()) if arguments.boxes else ((), keep)
-        listed = list_dataset(where, keep)
+        of_boxes = keep if arguments.boxes else []
+        listed = list_dataset(where, [] if arguments.boxes else keep)
         if are_asked(arguments):
             from extract.images.parts.listing import parts_of
 

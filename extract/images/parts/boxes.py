@@ -152,6 +152,11 @@ def _of_coco(path: Path, keep: Sequence[str]) -> Iterator[Box]:
     files = _by_id(path, "images", [(image["id"], image["file_name"]) for image in content["images"]])
     categories = [(category["id"], category["name"]) for category in content.get("categories", [])]
     classes = _by_id(path, "categories", categories)
+    if content["annotations"] and all(max(box["bbox"], default=2) <= 1 for box in content["annotations"]):
+        raise InputError(
+            f"{path}: its boxes look like fractions of pictures; those of COCO are in pixels",
+            hint="make a table of the boxes, which may have fractions",
+        )
     for number, box in enumerate(content["annotations"]):
         place = f"{path}: annotation {box.get('id', number)}"
         if box["image_id"] not in files:
@@ -215,7 +220,7 @@ def _of_voc(path: Path, stem: str) -> Iterator[Box]:
         except ValueError:
             raise InputError(f"{place}: expected a bndbox with xmin, ymin, xmax and ymax") from None
         window = _window(place, (left - 1, top - 1, right - left + 1, bottom - top + 1))
-        yield Box(stem, window, each.findtext("name"))
+        yield Box(stem, window, (each.findtext("name") or "").strip() or None)
 
 
 def _of_yolo(path: Path, stem: str, names: Mapping[str, str]) -> Iterator[Box]:

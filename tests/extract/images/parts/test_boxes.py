@@ -102,7 +102,7 @@ def of_voc(folder: Path) -> Path:
         described = (folder / "xml" / file).with_suffix(".xml")
         described.parent.mkdir(parents=True, exist_ok=True)
         objects = (
-            f"<object><name>dog</name><bndbox><xmin>{x + 1}</xmin><ymin>{y + 1}</ymin><xmax>{x + w}</xmax>"
+            f"<object><name>\n dog </name><bndbox><xmin>{x + 1}</xmin><ymin>{y + 1}</ymin><xmax>{x + w}</xmax>"
             f"<ymax>{y + h}</ymax></bndbox></object>"
             for x, y, w, h in each
         )
@@ -202,6 +202,11 @@ def test_a_box_of_a_missing_picture_never_shows_another(photos: Path, tmp_path: 
         ),
         ("b.json", _coco_of_ids((1, 1), (1, 2)), "the images 'a.png' and 'b.png' have the same id 1"),
         ("b.json", _coco_of_ids((1, 2), (1, 1)), "the categories 'cat' and 'dog' have the same id 1"),
+        (
+            "b.json",
+            '{"images": [{"id": 1, "file_name": "a.png"}], "annotations": [{"image_id": 1, "bbox": [0, 0.5, 1, 0.5]}]}',
+            "its boxes look like fractions of pictures; those of COCO are in pixels",
+        ),
         ("d/a.txt", b"0 0.5 0.5 0.1 0.1\xe9", "a.txt is not a file of text in UTF-8"),
         ("b.pdf", "", "expected a table, a .json file of COCO, or a folder of YOLO or Pascal VOC files"),
     ],
