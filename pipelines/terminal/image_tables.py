@@ -139,10 +139,11 @@ def images_of_names(
     """
     values = {"path": names} | ({"id": names} if ids is not None else {})
     paths = [plain_path(path) for path in paths]
-    by, of_images, _, images_of = _joined(where, values, paths, paths, ids, root)
+    by, _, _, images_of = _joined(where, values, paths, paths, ids, root)
     first: dict[int, str] = {}
     for name, images in zip(names, images_of, strict=True):
-        _check_same(images, of_images, f"{where}: {printable(name)!r} names two images {by}")
+        # By their paths: parts of a file share its id.
+        _check_same(images, paths, f"{where}: {printable(name)!r} names two images {by}")
         if images and first.setdefault(images[0], name) is not name:
             raise InputError(f"{where}: {printable(first[images[0]])!r} and {printable(name)!r} name the same image")
     return np.array([images[0] if images else -1 for images in images_of], np.int64), by

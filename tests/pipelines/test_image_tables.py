@@ -15,7 +15,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from extract.errors import InputError
-from pipelines.terminal.image_tables import ImageTable, read_image_table, without_fractions
+from pipelines.terminal.image_tables import ImageTable, images_of_names, read_image_table, without_fractions
 from tests.pipelines.test_cli import SMALL, fails, layertap, succeeds
 
 PATHS = ["a/1.05.png", "a/2.JPG", "b/3.png", "b/caf\u00e9.png"]
@@ -206,3 +206,10 @@ def test_masks_of_a_table_are_joined_as_labels_are(made: Path, tmp_path: Path) -
     result = layertap("probe", tmp_path / "out", "-p", "segmentation-knn", "--masks", made / "slides.csv", "-o",
                       tmp_path / "res")  # fmt: skip
     assert "masks: column slide_id, by the name without suffix, 12 of 12 images" in result.stdout, result.output
+
+
+def test_the_id_that_parts_of_a_file_share_names_none_of_them() -> None:
+    parts, ids = ["a.png#view=flips,0", "a.png#view=flips,1", "b.png#view=flips,0"], ["s1", "s1", "s2"]
+    with pytest.raises(InputError, match="'s1' names two images by the id: a.png#view=flips,0 and a.png#view=flips,1"):
+        images_of_names("rdm.npz", ["s2", "s1"], parts, ids, "")
+    assert images_of_names("rdm.npz", ["s2"], parts, ids, "")[0].tolist() == [2]
