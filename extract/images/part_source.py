@@ -102,10 +102,15 @@ class Parts(ImageSource):
     ) -> Image.Image:
         """See `ImageSource`. A file is decoded at its full size, since windows are in pixels of it."""
         part = part_of(self._names[row])
-        if self._is_of_video(row):
-            return self._frame(data, part, max_pixels, orientation)
-        if isinstance(data, OnDisk) or (part and part.window and part.window.level):
-            return self._region(data, part or Part(), max_pixels, orientation, icc)
+        is_of_video = self._is_of_video(row)
+        if is_of_video or isinstance(data, OnDisk) or (part and part.window and part.window.level):
+            picture = (
+                self._frame(data, part, max_pixels, orientation) if is_of_video
+                else self._region(data, part or Part(), max_pixels, orientation, icc)
+            )  # fmt: skip
+            if isinstance(data, OnDisk):
+                data.check_unchanged()
+            return picture
         whole = self.whole(row, data, max_pixels, min_decode_px, orientation, icc)
         return whole.picture if whole.box is None else _noted(whole.picture.crop(whole.box), whole.note)
 

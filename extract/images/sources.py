@@ -255,6 +255,12 @@ class OnDisk(bytes):
     def __len__(self) -> int:
         return self.size
 
+    def check_unchanged(self) -> None:
+        """Raise ValueError if the file is no longer what was looked at: its hash would be that of other pixels."""
+        status = os.stat(self.path)  # noqa: PTH116
+        if (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns):
+            raise ValueError("the file changed while it was read; run again with --retry-failed")
+
     def digest(self) -> bytes:
         """Return the xxh3-128 of the file, which is read in blocks."""
         digest = xxhash.xxh3_128()

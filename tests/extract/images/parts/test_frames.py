@@ -200,6 +200,17 @@ def test_a_video_that_cannot_be_read_is_a_row_that_fails(videos: dict[str, Path]
     ]  # fmt: skip
 
 
+def test_a_file_that_changes_while_it_is_read_has_no_further_frames(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.mp4")
+    images = listed(tmp_path, every=1)
+    source = images.source
+    data, _ = source.read(0)
+    source.picture(0, data)
+    path.write_bytes(write(tmp_path / "b.mkv", "mpeg4").read_bytes())
+    with pytest.raises(ValueError, match="the file changed while it was read; run again with --retry-failed"):
+        source.picture(0, source.read(0)[0])
+
+
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
