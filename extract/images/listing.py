@@ -54,7 +54,7 @@ __all__ = [
 
 _MOST_ARCHIVES = 1_000_000
 _ARRAYS = (".npy", ".h5", ".hdf5")
-_FRAMES = "rows of a video are its frames: add --fps 1, --every 16 or --keyframes"
+_FRAMES = "`layertap embed --fps 1` makes a row of one frame in each second of a video"
 SUFFIXES = (*TABLES, *ARCHIVES, *_ARRAYS)  # of files that hold images
 
 Entry = TypeVar("Entry")
