@@ -77,11 +77,12 @@ def write_plan(
         if not is_plan(out):
             left_out: Counter[str] = Counter()
             rows = _rows_of_list(where) if kind == "list" else _rows_of_folder(where, left_out)
-            columns, classes = _listed(kind, rows, on_rows)
+            columns, classes, has_parts = _listed(kind, rows, on_rows)
             if not len(columns["path"]):
                 raise no_images(where, left_out)
             description = {"version": VERSION, "kind": kind, "root": root, "classes": classes}
             description["left_out"] = dict(sorted(left_out.items()))
+            description |= {"parts": True} if has_parts else {}
             try:
                 _write(out / PLAN_FILE, where, columns, description, on_rows)
             except OSError as error:
@@ -165,17 +166,25 @@ class _Texts:
         return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(self._ends) - 1, buffers)
 
 
-def _listed(kind: str, rows: Iterator[Row], on_rows: Callable[[str, int], None]) -> tuple[dict[str, Any], list[str]]:
-    """Return the columns of a plan as arrays of Arrow, in the order of the listing, and the classes."""
+def _listed(
+    kind: str, rows: Iterator[Row], on_rows: Callable[[str, int], None]
+) -> tuple[dict[str, Any], list[str], bool]:
+    """Return the columns of a plan as arrays of Arrow, in the order of the listing, its classes, and if it has parts.
+
+    Parts are rows of a list whose names have a media fragment.
+    """
     import pyarrow as pa
 
-    paths, ids, have_ids = _Texts(), _Texts(), False
+    from extract.images.part_names import fragment_of
+
+    paths, ids, have_ids, has_parts = _Texts(), _Texts(), False, False
     numbers: dict[tuple[str | None, str], int] = {}
     pairs = array("i")  # of label and split, of each row
     for row in rows:
         paths.append(row.path)
         ids.append((row.id or "").encode())
         have_ids = have_ids or row.id is not None
+        has_parts = has_parts or (kind == "list" and b"#" in row.path and bool(fragment_of(os.fsdecode(row.path))))
         pairs.append(numbers.setdefault((row.label, row.split), len(numbers)))
         if not len(pairs) % _REPORTED_ROWS:
             on_rows("listed", _REPORTED_ROWS)
@@ -191,7 +200,7 @@ def _listed(kind: str, rows: Iterator[Row], on_rows: Callable[[str, int], None])
         "label": pa.array(labels.astype(np.int32)[pairs]),
         "split": pa.array(codes[pairs]),
     }
-    return columns | ({"id": ids.as_arrow()} if have_ids else {}), classes
+    return columns | ({"id": ids.as_arrow()} if have_ids else {}), classes, has_parts
 
 
 def _write(

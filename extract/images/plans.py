@@ -20,6 +20,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import xxhash
 from extract.credentials import without_credentials
 from extract.errors import InputError, first_line
 from extract.images.image_list import Images, ListHashes
-from extract.images.sources import BrokenListError, Files
+from extract.images.sources import BrokenListError, Files, ImageSource
 from extract.system.atomic_files import open_regular
 from extract.system.json_files import Text, parse_json
 from extract.system.optional_libraries import library
@@ -57,6 +58,7 @@ _DESCRIPTION = {
     "root": str,
     "ends": [int],
     "classes": [str],
+    "parts?": bool,
     "splits": [str],
     "left_out": {str: int},
     "paths_xxh3": str,
@@ -145,23 +147,28 @@ def open_plan(where: str | os.PathLike[str]) -> Images:
         starts = [0, *description["ends"]]
         if len(starts) < 2 or starts != sorted({*starts}):
             raise ValueError(f"its row groups end at {starts[1:]}")
-    from extract.images.part_names import FileNames
-    from extract.images.part_source import Parts
-
     columns: dict[str, Any] = {
         name: PlanColumn(file, name, starts, len(description["classes"]), digest) for name in types
     }
+    source = partial(Files, base_of(kind, root), anywhere=kind == "list")
     return Images(
         without_credentials(root),
         columns["path"],
         columns["label"],
         description["classes"],
         columns["split"],
-        Parts(Files(base_of(kind, root), FileNames(columns["path"]), anywhere=kind == "list"), columns["path"]),
+        _parts(columns["path"], source) if description.get("parts") else source(columns["path"]),
         columns.get("id"),
         Counter(description["left_out"]),
         stored_hashes=ListHashes(sorted(description["splits"]), description["paths_xxh3"], description["labels_xxh3"]),
     )
+
+
+def _parts(names: PlanColumn, source: Callable[[Sequence[str]], ImageSource]) -> ImageSource:
+    from extract.images.part_names import FileNames
+    from extract.images.part_source import Parts
+
+    return Parts(source(FileNames(names)), names)
 
 
 @contextlib.contextmanager
