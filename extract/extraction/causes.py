@@ -62,9 +62,8 @@ class Cause:
 
 
 Models = Iterable[tuple[Cause, nn.Module | None]]  # the model with other weights; None if they cannot be loaded
-Explanation = tuple[
-    list[Cause], float, str
-]  # the causes, the largest deviation with them, and what is nearest if none fit
+# The causes, the largest deviation with them, and what is nearest if none fit.
+Explanation = tuple[list[Cause], float, str]
 
 
 def stored_rows(stored: Any, rows: Places) -> Rows:

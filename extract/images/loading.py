@@ -249,9 +249,9 @@ class _Decoded(Dataset[Batch | LayertapError]):
 
     def __getitem__(self, row: int) -> Batch | LayertapError:
         data, how, box = b"", self._decoding, cast("tuple[float, ...] | None", None)
-        part = self._source.part(row)
         result = partial(_batch_of_row, row, -1, UNKNOWN, bytes(16))
         try:
+            part = self._source.part(row)
             data, mtime_ns = self._source.read(row)
             result = partial(_batch_of_row, row, len(data), mtime_ns, self._source.content_hash(row, data))
             # A device decodes whole files.

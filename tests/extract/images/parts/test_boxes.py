@@ -19,6 +19,8 @@ from extract.images.decoding import decode
 from extract.images.loading import _pieces
 from extract.images.part_names import Window, file_of, fragment_of, part_of, window_name
 from extract.images.plan_writing import write_plan
+from extract.images.plans import PLAN_FILE
+from extract.images.sources import BrokenListError
 from extract.row_status import Status
 from tests.conftest import make_picture
 from tests.extract.images.making import TINY, as_tensor, batch_of, turned
@@ -294,6 +296,14 @@ def test_a_list_may_name_parts_and_a_plan_too(photos: Path, tmp_path: Path) -> N
         batch = batch_of(images, [0, 1, 2])
         assert torch.equal(batch.images, expected.images)
         assert (batch.source_hash == expected.source_hash).all()
+
+
+def test_a_plan_of_parts_that_is_gone_ends_a_run_in_one_line(photos: Path, tmp_path: Path) -> None:
+    (photos / "gone.csv").write_text('path\n"a.png#xywh=10,5,30,20"\nwithout.png\n')
+    planned = write_plan(photos / "gone.csv", tmp_path / "plan")
+    (tmp_path / "plan" / PLAN_FILE).unlink()
+    with pytest.raises(BrokenListError, match="cannot be read"):
+        batch_of(planned, [0])
 
 
 def test_a_data_set_of_boxes(photos: Path, tmp_path: Path) -> None:
