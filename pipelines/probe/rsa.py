@@ -34,7 +34,8 @@ __all__ = ["RsaRun", "compare_with_rdms"]
 _MOST_IMAGES = 4_000  # whose pairs take 64 MB in each RDM
 _DRAWN = 11  # layers whose RDMs are drawn
 _KENDALL_DRAWS = 200  # each takes as long as many of the others
-_CAPTION = "Of RDMs: 95 % interval; grey: noise ceiling. Of odd-one-out choices: ± standard error; grey: chance."
+_OF_RDMS = "Bars have their 95 % interval; the noise ceiling is grey."
+_OF_TRIPLETS = "Accuracies of odd-one-out choices have their standard error; chance is grey."
 _Rows = dict[str, NDArray[np.int64]]  # data set -> its row of each stimulus; -1 without features
 
 
@@ -112,7 +113,8 @@ class RsaRun:
             axes.bar(range(len(names)), self.table[column], yerr=errors, color=COLOURS[0], capsize=3, width=0.7)
             axes.set_xticks(range(len(names)), map(drawable, names), fontsize=8, rotation=40, ha="right")
             axes.set_ylabel(column.replace("_", " "))
-        add_words(figure, "Layers against brains or behaviour", _CAPTION)
+        captions = [_OF_TRIPLETS if column == "odd_one_out" else _OF_RDMS for column, *_ in panels]
+        add_words(figure, "Layers against brains or behaviour", "\n".join(captions))
         return figure
 
     def _matrices(self) -> Figure:
@@ -128,7 +130,9 @@ class RsaRun:
             axes.set_title(drawable(name), fontsize=9)
         for axes in figure.axes[: lines * columns]:
             axes.set_axis_off()
-        add_words(figure, "Dissimilarities of pairs of images", f"At most {_DRAWN} layers are drawn.")
+        left_out = len(self.features) - _DRAWN
+        caption = f"The first {_DRAWN} of {len(self.features)} layers are drawn." if left_out > 0 else ""
+        add_words(figure, "Dissimilarities of pairs of images", caption)
         return figure
 
 
