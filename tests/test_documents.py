@@ -230,9 +230,11 @@ def test_the_probe_example_probes(run: Any) -> None:
     assert len(found["result"].curve) == 45
 
 
-def test_the_example_of_brains_compares_a_layer_with_subjects(run: Any) -> None:
-    pairs = np.random.default_rng(0).random((3, 55))
-    found, _ = run("docs/guides/brains.md", subjects=pairs)
+def test_the_examples_of_brains_compare_and_predict(run: Any) -> None:
+    pairs, voxels = np.random.default_rng(0).random((3, 55)), np.random.default_rng(1).normal(size=(22, 3))
+    found, _ = run("docs/guides/brains.md", subjects=pairs, voxels=voxels, rows=np.tile(np.arange(11), 2))
+    assert [layer.name for layer in found["result"].layers] == ["embedding"]
+    assert found["result"].ceiling.shape == found["result"].best_r.shape == (3,)
     cosines = pairs @ found["rdm"] / np.linalg.norm(pairs, axis=1) / np.linalg.norm(found["rdm"])
     np.testing.assert_allclose(found["found"].mean, [cosines.mean()])
 

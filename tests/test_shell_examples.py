@@ -47,7 +47,7 @@ NOT_RUN = {
     r"photos-clip": "needs 600 MB of weights; tests/pipelines/test_text_search.py searches by a text",
     r"-b hf/facebook": "needs 350 MB of weights; tests/extract/backbones/test_libraries.py loads such networks",
     r"--bench$": "takes minutes; tests/pipelines/test_bench.py runs it on a small network",
-    r"stimuli": "the same commands for photos are run from other pages",
+    r"outputs/stimuli": "the same commands for photos are run from other pages",
     r"--device all": "needs a GPU",
     r"--cpus-per-worker 8": "needs 8 cores; tests/pipelines/cluster runs it with fewer",
     r"--engine ray": "needs a cluster; tests/pipelines/cluster has one",
@@ -60,6 +60,7 @@ NOT_RUN = {
 # Data sets that a page begins with.
 DATA_SETS = {
     "docs/coming-from/thingsvision.md": ("photos",),
+    "docs/guides/brains.md": ("photos",),
     "docs/guides/probes.md": ("cifar", "cifar-random", "faces"),
     "docs/guides/search-and-report.md": ("photos", "photos-2"),
     "docs/guides/other-tools.md": ("photos",),
@@ -142,6 +143,11 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (start / "kinds.csv").write_text("\n".join(["path,label", *classes, ""]))
     places = [f"{row},{'here' if number % 3 else 'there'}" for number, row in enumerate(classes)]
     (start / "labels.csv").write_text("\n".join(["path,label,place", *places, ""]))
+    ratings = [f"{path},{len(path) + n % 7}" for n, path in enumerate(names)]
+    (start / "ratings.csv").write_text("\n".join(["path,rating", *ratings, ""]))
+    np.save(start / "voxels.npy", generator.normal(size=(2 * len(names), 3)))
+    trials = [f"{path},{n % 6}" for n, path in enumerate(names)]
+    (start / "trials.csv").write_text("\n".join(["path,category", *trials, *trials, ""]))
     captions = {"path": [f"photos/{path}" for path in names], "caption": names, "age": [*range(len(names))]}
     parquet.write_table(pa.table(captions), start / "list.parquet")
     (start / "backbones.csv").write_text(

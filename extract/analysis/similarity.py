@@ -10,7 +10,7 @@ from itertools import combinations_with_replacement
 import numpy as np
 from numpy.typing import NDArray
 
-from extract.analysis.probe.feature_matrix import FeatureRows, Source, mean_of
+from extract.analysis.probe.feature_matrix import FeatureRows, Source, mean_of, row_products
 from extract.analysis.probe.nearest_rows import nearest, overlap
 from extract.errors import InputError
 from extract.system.dissimilarities import dissimilarities
@@ -246,17 +246,7 @@ def _exponential_of_entropy(singular: NDArray[np.float64]) -> float:
 
 def _gram(rows: FeatureRows) -> NDArray[np.float64]:
     """Return the U-centred products (N, N) of the rows minus their mean, with a zero diagonal."""
-    count = len(rows)
-    mean = mean_of(rows)
-    gram = np.empty((count, count))
-    size = max(1, _WORK_BYTES // (8 * rows.width))
-    for first in range(0, count, size):
-        left = rows.between(first, min(first + size, count)) - mean
-        for second in range(0, first + 1, size):
-            right = rows.between(second, min(second + size, count)) - mean
-            products = left @ right.T
-            gram[first : first + len(left), second : second + len(right)] = products
-            gram[second : second + len(right), first : first + len(left)] = products.T
+    count, gram = len(rows), row_products(rows, _WORK_BYTES)
     np.fill_diagonal(gram, 0)
     # U-centring (Szekely and Rizzo 2014): the mean product of two U-centred matrices is the unbiased estimator.
     sums = gram.sum(0) / (count - 2)

@@ -151,7 +151,7 @@ def open_array(path: str, name: str) -> Any:
         InputError: the file cannot be read, has no data set of this name, or stores it in other files.
     """
     try:
-        if not path.lower().endswith(SUFFIXES):
+        if path.lower().endswith(".npy"):
             # Not `np.load`, which advises to unpickle files of other kinds.
             return np.lib.format.open_memmap(path, mode="r")
         import h5py
@@ -159,7 +159,7 @@ def open_array(path: str, name: str) -> Any:
         file = h5py.File(path, "r", locking=False)
         data = file.get(name)
     except (OSError, ValueError, RuntimeError, KeyError, EOFError) as error:
-        is_npy = isinstance(error, ValueError) and not path.lower().endswith(SUFFIXES)
+        is_npy = isinstance(error, ValueError) and path.lower().endswith(".npy")
         hint = "an .npy file has one array, as np.save writes it" if is_npy else ""
         raise InputError(f"{path} cannot be read as an array: {first_line(error)}", hint=hint) from error
     if not isinstance(data, h5py.Dataset):

@@ -225,12 +225,14 @@ def _rows(where: str, places: Sequence[int], columns: Mapping[str, Any]) -> Iter
     return itertools.starmap(partial(_row, where), zip(places, *values, strict=True))
 
 
-def read_table(where: str, column: str, further: Collection[str] = ()) -> tuple[dict[str, Sequence[Any]], list[int]]:
+def read_table(
+    where: str, column: str | None, further: Collection[str] = ()
+) -> tuple[dict[str, Sequence[Any]], list[int]]:
     """Read a table of values for images.
 
     Args:
         where: CSV, TSV or Parquet file, or URL.
-        column: name of the column of values, text, numbers or booleans; case-insensitive.
+        column: name of the column of values, text, numbers or booleans; case-insensitive. None: all columns.
         further: further columns of such values, in lower case, which may be missing.
 
     Returns:
@@ -241,14 +243,17 @@ def read_table(where: str, column: str, further: Collection[str] = ()) -> tuple[
     Raises:
         InputError: the table lacks the column, or is damaged.
     """
-    column = column.strip().lower()
-    kinds = {"path": _TEXT, "id": _WHOLE, "split": _TEXT, **dict.fromkeys((column, *further), _NUMBER)}
+    named = () if column is None else (column.strip().lower(), *further)
+    kinds = {"path": _TEXT, "id": _WHOLE, "split": _TEXT, **dict.fromkeys(named, _NUMBER)}
     lines: list[int] = []
     texts: dict[str, str] = {}  # see `list_table`
-    with _opened_table(where, kinds) as table:
-        if column not in table.names:
-            raise InputError(f"{where}: expected a column {column!r}; it has {_names(table.names)}")
-        kinds = kinds if "path" in table.names else table.keys() | kinds
+    with _opened_table(where, kinds if named else None) as table:
+        if named and named[0] not in table.names:
+            raise InputError(f"{where}: expected a column {named[0]!r}; it has {_names(table.names)}")
+        if not named:
+            kinds = dict.fromkeys(table.names, _NUMBER)
+        elif "path" not in table.names:
+            kinds = table.keys() | kinds
         values: dict[str, Any] = {name: [] for name in kinds if name in table.names}
         for places, columns in table.pieces(kinds):
             lines += places
@@ -277,7 +282,7 @@ def opened(where: str) -> Iterator[BinaryIO]:
 class _CsvTable:
     """A table as text. `names`: name in lower case -> column; those of `once` are unique."""
 
-    def __init__(self, where: str, text: io.TextIOWrapper, once: Collection[str]):
+    def __init__(self, where: str, text: io.TextIOWrapper, once: Collection[str] | None):
         head = text.readline()
         if "\0" in head:
             raise InputError(
@@ -324,7 +329,7 @@ class _CsvTable:
 class _ParquetTable:
     """A table of Parquet; see `_CsvTable`. Columns are read as they are needed."""
 
-    def __init__(self, where: str, file: BinaryIO, once: Collection[str]):
+    def __init__(self, where: str, file: BinaryIO, once: Collection[str] | None):
         parquet = library("pyarrow.parquet", "parquet", f"{where}: Parquet")
         # Without threads, which could still be running when an error ends the process.
         self._where, self._file = where, parquet.ParquetFile(file, pre_buffer=False, buffer_size=_BUFFER_BYTES)
@@ -360,8 +365,8 @@ class _ParquetTable:
 
 
 @contextlib.contextmanager
-def _opened_table(where: str, once: Collection[str]) -> Iterator[_CsvTable | _ParquetTable]:
-    """Context manager: open a table for reading; the column names of `once` are unique."""
+def _opened_table(where: str, once: Collection[str] | None) -> Iterator[_CsvTable | _ParquetTable]:
+    """Context manager: open a table for reading; the column names of `once` are unique; None: all."""
     with opened(where) as file:
         if not _is_parquet(where):
             # File names may have any bytes (surrogateescape); Excel writes a byte order mark (utf-8-sig). Lines keep
@@ -386,8 +391,8 @@ def _fits(arrow_type: Any, kind: str) -> bool:
     return any(test(values) for test in tests)
 
 
-def _unique(where: str, header: Sequence[str], once: Collection[str]) -> None:
-    for name in once:
+def _unique(where: str, header: Sequence[str], once: Collection[str] | None) -> None:
+    for name in header if once is None else once:
         if list(header).count(name.strip().lower()) > 1:
             raise InputError(f"{where}: two columns have the name {name!r}")
 

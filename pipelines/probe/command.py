@@ -34,7 +34,7 @@ _PATH = click.Path(path_type=Path)
         "layers": "LAYER", "labels": "FILE[:COLUMN]", "group": "COLUMN", "masks": "FOLDER|FILE[:COLUMN]",
         "class_names": "FILE.csv",
         "depth": "FOLDER|FILE[:COLUMN]", "without": "FILE", "results": "FOLDER", "save": "FILE.safetensors",
-        "rdm": "FILE", "triplets": "FILE", "stimuli": "FILE.csv[:COLUMN]",
+        "rdm": "FILE", "triplets": "FILE", "stimuli": "FILE.csv[:COLUMN]", "targets": "FILE[:NAME]",
     },
     leave_out=("out", "ignore_label"),
 )  # fmt: skip
@@ -56,6 +56,7 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
     layertap probe outputs/tokens -p segmentation --masks masks
     layertap probe outputs/tokens -p depth --depth depth-maps
     layertap probe outputs/stimuli -p rsa --rdm subjects.npz     # layers against brains or behaviour
+    layertap probe outputs/stimuli -p encoding --targets voxels.npy --stimuli trials.csv
     """
     library("matplotlib", "figures", "layertap probe")
     from pipelines.probe import report
@@ -69,11 +70,13 @@ def probe(config: Path | None, as_json: bool, **flags: Any) -> None:
         print_result(similarity, as_json, LayerSimilarity.as_json, LayerSimilarity.print_text)
         _print_written(files, as_json)
         return
-    if resolved.protocol == "rsa":
-        from pipelines.probe.rsa import RsaRun, compare_with_rdms
+    if resolved.protocol in ("rsa", "encoding"):
+        from pipelines.probe import encoding, rsa
+        from pipelines.probe.layer_table import LayerTable
 
-        run, files = compare_with_rdms(resolved, say)
-        print_result(run, as_json, RsaRun.as_json, RsaRun.print_text)
+        compare = rsa.compare_with_rdms if resolved.protocol == "rsa" else encoding.encode
+        run, files = compare(resolved, say)
+        print_result(run, as_json, LayerTable.as_json, LayerTable.print_text)
         _print_written(files, as_json)
         return
     outcome, files = report.probe_and_write(resolved, say)

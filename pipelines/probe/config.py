@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -16,7 +15,13 @@ __all__ = ["LinearIsClip", "ProbeConfig"]
 
 T = TypeVar("T")
 _OF_SIMILARITY = {"out", "layers", "without", "seed", "similarity", "format", "results", "device", "max_memory_mb"}
-_OF_RSA = _OF_SIMILARITY - {"similarity"} | {"protocol", "rdm", "triplets", "stimuli", "compare"}
+# Options of some tasks alone; "rsa" and "encoding" take no labels, and have the options of `_OF_SIMILARITY`.
+_OF_TASKS = {
+    "segmentation": ("masks", "class_names", "ignore_label"),
+    "depth": ("depth", "max_depth"),
+    "rsa": ("rdm", "triplets", "stimuli", "compare"),
+    "encoding": ("targets", "stimuli", "fit", "folds", "partition", "draws", "group"),
+}
 # Results name the protocol of the literature.
 LinearIsClip = Annotated[T, BeforeValidator(lambda name: "clip" if name == "linear" else name)]
 
@@ -34,7 +39,7 @@ class ProbeConfig(BaseModel):
     )
     protocol: LinearIsClip[Literal[
         "linear", "clip", "simclr", "dinov2-logreg", "knn", "centroid", "fewshot", "ridge", "segmentation",
-        "segmentation-knn", "depth", "rsa",
+        "segmentation-knn", "depth", "rsa", "encoding",
     ]] = Field(
         "clip", description="Classifier or regression, and how its hyperparameter is chosen; linear, the usual one, is "
         "clip.",
@@ -72,11 +77,22 @@ class ProbeConfig(BaseModel):
     )
     stimuli: Annotated[str | None, RARE] = Field(
         None,
-        description="FILE.csv[:COLUMN] of images in the order of --rdm, and of numbers in --triplets; column `path` "
-        "if omitted. [default: the names in the file of --rdm, or the rows of the data set]",
+        description="FILE.csv[:COLUMN] of images in the order of --rdm or --targets, and of numbers in --triplets; "
+        "column `path` if omitted. [default: the names in these files, or the rows of the data set]",
     )
-    compare: Literal["spearman", "kendall", "cosine", "whitened"] | None = Field(
-        None, description="For rsa: how dissimilarities are compared. [default: spearman]"
+    compare: Literal["spearman", "kendall", "cosine", "whitened"] = Field(
+        "spearman", description="For rsa: how dissimilarities are compared."
+    )
+    targets: str | None = Field(
+        None, description="For encoding: responses, as .npy, .npz, .h5:NAME, .mat or FILE.csv[:COLUMN,COLUMN]."
+    )
+    fit: Literal["ridge", "banded", "pls"] = Field(
+        "ridge", description="For encoding; banded: the parts of a+b have weights; pls: 25 components."
+    )
+    folds: int = Field(5, strict=True, ge=3, description="For encoding: number of folds.")
+    partition: bool = Field(False, description="For encoding: unique and shared variance of two layers.")
+    draws: Annotated[int, RARE] = Field(
+        1000, strict=True, ge=0, le=10_000, description="For encoding: draws of bootstrap and permutations."
     )
     multilabel: bool = Field(False, description="Images have any number of labels, separated by |.")
     group: str | None = Field(
@@ -124,11 +140,12 @@ class ProbeConfig(BaseModel):
             raise ValueError(f"--{option} is for probes, and --similarity compares layers in place of probing them")
         if self.multilabel and self.protocol == "ridge":
             raise ValueError("--multilabel: ridge predicts numbers, not labels")
-        self._check_only("segmentation", ("masks", "class_names", "ignore_label"))
-        self._check_only("rsa", ("rdm", "triplets", "stimuli", "compare"))
-        if self.task == "rsa":
-            self._check_rsa()
-        self._check_only("depth", ("depth", "max_depth"))
+        for name in sorted(self.model_fields_set):
+            tasks = [task for task, names in _OF_TASKS.items() if name in names and name != "group"]
+            if tasks and self.task not in tasks and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"--{name.replace('_', '-')} is for -p {' and '.join(tasks)}, not for {self.protocol}")
+        if self.task in ("rsa", "encoding"):
+            self._check_brains()
         if not self.is_dense:
             return self
         if self.files is None:
@@ -138,21 +155,20 @@ class ProbeConfig(BaseModel):
                 raise ValueError(f"--{name.replace('_', '-')} is not for {self.protocol}")
         return self
 
-    def _check_rsa(self) -> None:
-        if unused := sorted(self.model_fields_set - _OF_RSA):
-            raise ValueError(f"--{unused[0].replace('_', '-')} is not for rsa, which fits nothing and takes no labels")
-        if self.rdm is None and (self.triplets is None or self.compare is not None):
-            raise ValueError("rsa needs --rdm FILE" + ("" if self.compare else " or --triplets FILE"))
-
-    def _check_only(self, task: str, names: Sequence[str]) -> None:
-        for name in names:
-            if getattr(self, name) is not None and self.task != task:
-                raise ValueError(f"--{name.replace('_', '-')} is for -p {task}, not for {self.protocol}")
+    def _check_brains(self) -> None:
+        known = {*_OF_SIMILARITY, "protocol", *_OF_TASKS[self.task]} - {"similarity"}
+        if unused := sorted(self.model_fields_set - known):
+            raise ValueError(f"--{unused[0].replace('_', '-')} is not for {self.task}")
+        is_compared = "compare" in self.model_fields_set
+        if self.task == "rsa" and self.rdm is None and (self.triplets is None or is_compared):
+            raise ValueError("rsa needs --rdm FILE" + ("" if is_compared else " or --triplets FILE"))
+        if self.task == "encoding" and self.targets is None:
+            raise ValueError("encoding needs --targets FILE")
 
     @property
     def task(self) -> str:
         """What is predicted: see `Labelling`."""
-        if self.is_dense or self.protocol == "rsa":
+        if self.is_dense or self.protocol in ("rsa", "encoding"):
             return self.protocol.partition("-")[0]
         return "regression" if self.protocol == "ridge" else "multilabel" if self.multilabel else "classification"
 

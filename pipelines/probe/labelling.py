@@ -20,7 +20,7 @@ from extract.store.reader import FeatureReader
 from pipelines.terminal.image_tables import read_image_table, without_fractions
 from pipelines.terminal.text_output import printable
 
-__all__ = ["FILES", "SEPARATOR", "Labelling", "drop_leaks", "label_rows"]
+__all__ = ["FILES", "SEPARATOR", "Labelling", "drop_leaks", "group_values", "label_rows"]
 
 TEST_FRACTION = 0.2  # of each class, if a data set has no splits
 FILES = {"segmentation": "masks", "depth": "depth"}  # tasks whose targets are files -> option that names them
@@ -93,7 +93,7 @@ def label_rows(
         UnknownNameError: there is no such column.
     """
     notes: list[str] = []
-    groups = row_groups(reader, None if group is None else _values_of(reader, group, notes))
+    groups = row_groups(reader, None if group is None else group_values(reader, group, notes))
     if labels is None:
         names_of_classes = [*reader.classes, None]  # label -1 gives the last item, None
         texts, splits = [names_of_classes[label] for label in reader.labels.tolist()], list(reader.splits)
@@ -299,7 +299,7 @@ def _notes_on_spellings(classes: NDArray[Any], task: str) -> list[str]:
     ][:_MOST_NOTES]  # fmt: skip
 
 
-def _values_of(reader: FeatureReader, group: str, notes: list[str]) -> list[str | None]:
+def group_values(reader: FeatureReader, group: str, notes: list[str]) -> list[str | None]:
     """Return the value of each row in a kept column, in `id`, or in a column of a table; add notes on a table."""
     columns = {**reader.columns, **({"id": reader.ids} if reader.ids is not None else {})}
     if group in columns:

@@ -316,4 +316,5 @@ _FIGURES: dict[str, Callable[[ProbeRun], Figure | None]] = {
     "masks": _masks,
     "depths": _depths,
 }
-PICTURES = tuple(f"{name}.{suffix}" for name in (*_FIGURES, "rdms") for suffix in FORMATS)  # that may be written
+# That may be written, also for brains and behaviour.
+PICTURES = tuple(f"{name}.{suffix}" for name in (*_FIGURES, "rdms", "partition") for suffix in FORMATS)

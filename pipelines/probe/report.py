@@ -27,12 +27,15 @@ from pipelines.terminal.output_paths import check_folder
 from pipelines.terminal.tables import print_aligned, table_file
 from pipelines.terminal.text_output import SHOWN, counted, printable
 
-__all__ = ["answer", "as_json", "clear", "print_outcome", "probe_and_write", "result_settings", "results_folder"]
+__all__ = [
+    "ARRAYS", "answer", "as_json", "clear", "print_outcome", "probe_and_write", "result_settings", "results_folder",
+]  # fmt: skip
 
 _CALIBRATED = "calibration_error_if_calibrated"  # stands beside the calibration error
 _NEAREST = 3  # comparisons printed, those with the largest p; results.json has all
 _MOST_IN_JSON = 200  # most classes of a confusion matrix in results.json
-_TABLES = ("results.csv", "predictions.csv", "images.csv")
+ARRAYS = ("r", "r2", "low", "high", "p", "q", "strengths", "ceiling", "best_layer")  # of encoding models
+_TABLES = ("results.csv", "predictions.csv", "images.csv", "scores.csv", *(f"{name}.npy" for name in ARRAYS))
 _SCALED = {"none": "features unscaled", "l2": "features scaled to length 1", "standardise": "features standardised"}
 
 
@@ -128,7 +131,7 @@ def result_settings(config: ProbeConfig) -> dict[str, Any]:
     settings = config.model_dump(mode="json", exclude={"results", "save", "device", "max_memory_mb", "format"})
     places = {
         name: settings[name]
-        for name in ("labels", "group", "masks", "depth", "without", "rdm", "triplets", "stimuli")
+        for name in ("labels", "group", "masks", "depth", "without", "rdm", "triplets", "stimuli", "targets")
         if settings.get(name)
     }
     return settings | {name: text_without_credentials(place) for name, place in places.items()}

@@ -33,7 +33,8 @@ __all__ = [
 ]
 
 # Keys whose values a shell completes as paths.
-_PATHS = ("out", "weights", "without", "masks", "class_names", "depth", "results", "save", "rdm", "triplets", "stimuli")
+_PATHS = ("out", "weights", "without", "masks", "class_names", "depth", "results", "save", "rdm", "triplets", "stimuli",
+          "targets")  # fmt: skip
 
 # Help text that `search`, `verify` and `predict` share.
 BACKBONE_HELP = (

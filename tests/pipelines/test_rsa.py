@@ -85,7 +85,7 @@ def bare(path: Path) -> str:
 @pytest.fixture(autouse=True)
 def _figures_are_made_but_not_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "figures" not in request.fixturenames:
-        monkeypatch.setattr("pipelines.probe.rsa.save_figure", lambda figure, path: path)
+        monkeypatch.setattr("pipelines.probe.layer_table.save_figure", lambda figure, path: path)
 
 
 @pytest.mark.parametrize("form", [h5, npz, mat, table, bare])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError
 
-__all__ = ["FeatureRows", "Labelled", "Scaling", "Source", "mean_of", "moments"]
+__all__ = ["FeatureRows", "Labelled", "Scaling", "Source", "mean_of", "moments", "row_products"]
 
 _BLOCK_BYTES = 16 << 20  # of features read at once
 _SPARSE = 4  # rows are read one by one if they span more than this many times their number
@@ -137,6 +137,15 @@ class FeatureRows:
     def width(self) -> int:
         """Number D of values in a row."""
         return sum(int(np.prod(source.shape[1:])) for source in self.parts[0].columns)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape (N, D): rows are a `Source` of others, such as those of several layers side by side."""
+        return len(self), self.width
+
+    def __getitem__(self, rows: slice) -> NDArray[np.float32]:
+        """Return a slice of rows; see `between`."""
+        return self.between(*rows.indices(len(self))[:2])
 
     @property
     def nbytes(self) -> int:
@@ -282,3 +291,23 @@ def moments(rows: FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64]
         mean += shift * (len(block) / total)
         count = total
     return mean, np.maximum(squares / max(1, count), 0)
+
+
+def row_products(rows: FeatureRows, work_bytes: int) -> NDArray[np.float64]:
+    """Return the products (N, N) of all pairs of rows minus the mean of all.
+
+    Args:
+        rows: (N, D), read several times if they do not fit.
+        work_bytes: of rows in double precision held at once.
+    """
+    count, mean = len(rows), mean_of(rows)
+    products = np.empty((count, count))
+    size = max(1, work_bytes // (8 * rows.width))
+    for first in range(0, count, size):
+        left = rows.between(first, min(first + size, count)) - mean
+        for second in range(0, first + 1, size):
+            right = rows.between(second, min(second + size, count)) - mean
+            of_block = left @ right.T
+            products[first : first + len(left), second : second + len(right)] = of_block
+            products[second : second + len(right), first : first + len(left)] = of_block.T
+    return products

@@ -1,12 +1,13 @@
-"""Files of dissimilarity matrices (RDMs) with the names of their images, and of odd-one-out triplets.
+"""Files of dissimilarity matrices (RDMs) and responses with the names of their images, and of odd-one-out triplets.
 
 A list of texts with one for each image names the images: a second array of .npz, HDF5 or .mat files, or the first line
-or column of a CSV file.
+or column of a CSV file of dissimilarities. A table of responses names them in the column `path`, `id` or `row`.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.analysis.rsa import Floats, condensed, images_of_pairs
-from extract.errors import InputError, LayertapError, first_line
-from extract.images.arrays import SUFFIXES, split_name
-from extract.images.csv_lists import file_and_column, opened, read_table
+from extract.errors import InputError, LayertapError, first_line, unknown_name
+from extract.images.arrays import SUFFIXES, arrays_in, open_array, split_name
+from extract.images.csv_lists import TABLES, file_and_column, opened, read_table
 from extract.system.optional_libraries import library
 
-__all__ = ["read_rdms", "read_stimuli", "read_triplets"]
+__all__ = ["read_rdms", "read_responses", "read_stimuli", "read_triplets"]
 
 _NAMED = (".npz", ".mat", *SUFFIXES)  # files of several arrays
+_KEYS = ("path", "id", "row")  # columns that name images, in the order of preference
 
 
 def read_rdms(where: str) -> tuple[Floats, list[str] | None]:
@@ -34,19 +36,79 @@ def read_rdms(where: str) -> tuple[Floats, list[str] | None]:
     Raises:
         InputError: the file has no RDMs; or several arrays of numbers, or lists of names, and it is not clear which.
     """
+    array, lists = _one_array(where, "rdm")
+    rdms = condensed(array, where)
+    return rdms, _only_list(where, lists, images_of_pairs(rdms.shape[1]))
+
+
+def read_responses(
+    where: str, others: Sequence[str | None]
+) -> tuple[Any, list[str] | None, list[str] | None, str]:  # fmt: skip
+    """Read responses to images.
+
+    Args:
+        where: an array (P, T) or (P,) in FILE.npy, .npz[:NAME], .h5[:NAME] or .mat[:NAME]; or a table FILE.csv, .tsv or
+            .parquet, all columns besides those that name images, or those of FILE.csv:COLUMN,COLUMN.
+        others: FILE.csv:COLUMN or COLUMN, which is no target.
+
+    Returns:
+        (P, T) numbers, of .npy and HDF5 not yet read; and, None if the file has none: (T,) names of the targets, (P,)
+        names of the images; and the column of these.
+
+    Raises:
+        InputError: the file has no responses, a cell is no number, or see `read_rdms`.
+        UnknownNameError: there is no such column.
+    """
+    path, chosen = split_name(where, TABLES)
+    if not path.lower().endswith(TABLES):
+        array, lists = _one_array(where, "targets")
+        array = np.asarray(array)[:, None] if len(array.shape) == 1 else array
+        if len(array.shape) != 2 or not all(array.shape):
+            raise InputError(f"{where}: {array.dtype} of shape {array.shape}; expected images or trials x targets")
+        return array, None, _only_list(where, lists, len(array)), ""
+    table, _ = read_table(path, None)
+    used = {*_KEYS, "split", *(each.rpartition(":")[2].strip().lower() for each in others if each)}
+    targets = [name.strip().lower() for name in chosen.split(",") if chosen] or [
+        name for name in table if name not in used
+    ]
+    numbers = [_numbers(path, table, name) for name in targets]
+    if not numbers or not len(numbers[0]):
+        raise InputError(f"{path} has no targets: rows, and columns besides those that name images")
+    key = next((key for key in _KEYS if key in table), "")
+    images = ["" if cell is None else str(cell) for cell in table[key]] if key else None
+    return np.stack(numbers, 1), targets, images, key
+
+
+def _numbers(path: str, table: Mapping[str, Sequence[Any]], name: str) -> Floats:
+    """Return a column as numbers; empty cells and NA are NaN."""
+    if name not in table:
+        raise unknown_name("column", name, table, path)
+    cells = ["nan" if cell in (None, "", "NA") else cell for cell in table[name]]
+    if (wrong := next((row for row, cell in enumerate(cells) if not _is_number(cell)), None)) is not None:
+        hint = f"name the columns of targets: {path}:COLUMN,COLUMN"
+        found = f"column {name!r}: row {wrong}, from 0, is {cells[wrong]!r}"
+        raise InputError(f"{path}: {found}; expected a number", hint=hint)
+    return np.array([float(cell) for cell in cells])
+
+
+def _one_array(where: str, default: str) -> tuple[Any, list[list[str]]]:
+    """Return the array of numbers of a file that is named, `default` or the only one, and its lists of texts."""
     path, name = split_name(where, _NAMED)
     arrays = _arrays_of(path)
     numbers = [key for key, each in arrays.items() if each.dtype.kind not in "OSU"]
-    chosen = [key for key in numbers if key == (name or "rdm")] or ([] if name else numbers)
+    chosen = [key for key in numbers if key == (name or default)] or ([] if name else numbers)
     if len(chosen) != 1:
-        raise InputError(f"{where}: one array of RDMs is expected; {path} has {', '.join(numbers) or 'none'}",
+        raise InputError(f"{where}: one array of numbers is expected; {path} has {', '.join(numbers) or 'none'}",
                          hint=f"name one: {path}:NAME")  # fmt: skip
-    rdms = condensed(arrays[chosen[0]], where)
-    lists = {tuple(_texts(arrays[key])) for key in arrays.keys() - numbers}
-    fitting = [list(names) for names in lists if len(names) == images_of_pairs(rdms.shape[1])]
+    return arrays[chosen[0]], [list(names) for names in {tuple(_texts(arrays[key])) for key in arrays.keys() - numbers}]
+
+
+def _only_list(where: str, lists: list[list[str]], count: int) -> list[str] | None:
+    """Return the list of `count` texts, which names the images; None if there is none."""
+    fitting = [names for names in lists if len(names) == count]
     if len(fitting) > 1:
         raise InputError(f"{where}: {len(fitting)} lists may name its images", hint="name them with --stimuli FILE.csv")
-    return rdms, fitting[0] if fitting else None
+    return fitting[0] if fitting else None
 
 
 def read_stimuli(where: str) -> list[str]:
@@ -83,7 +145,7 @@ def read_triplets(where: str) -> tuple[NDArray[np.int64], list[str] | None]:
 
 
 def _arrays_of(path: str) -> dict[str, Any]:
-    """Return name -> array; the numbers of a file with one array are called rdm."""
+    """Return name -> array, of .npy and HDF5 not yet read; the numbers of a file with one array are called rdm."""
     suffix = Path(path).suffix.lower()
     if suffix in (".csv", ".tsv", ".txt"):
         return _in_table(path)
@@ -95,7 +157,7 @@ def _arrays_of(path: str) -> dict[str, Any]:
         if suffix == ".mat":  # before version 7.3
             found = library("scipy.io", "sklearn", path).loadmat(path)
             return {key: each for key, each in found.items() if not key.startswith("__")}
-        arrays = np.load(path, allow_pickle=False)
+        arrays = np.load(path, mmap_mode="r", allow_pickle=False)
         return dict(arrays) if suffix == ".npz" else {"rdm": arrays}
     except LayertapError:
         raise
@@ -106,26 +168,21 @@ def _arrays_of(path: str) -> dict[str, Any]:
 
 def _in_hdf5(path: str, is_matlab: bool) -> dict[str, Any]:
     """Return the arrays of an HDF5 file. MATLAB has its axes in reverse order, texts as uint16, and cells as links."""
-    arrays: dict[str, Any] = {}
 
     def value(data: h5py.Dataset) -> Any:
         if h5py.check_string_dtype(data.dtype) is not None:
             return np.asarray(data.asstr()[()], object)
         if h5py.check_ref_dtype(data.dtype) is not None:
             return np.array([text for cell in data[()].ravel() for text in value(data.file[cell])], object)
-        array = np.asarray(data[()]).T if is_matlab else np.asarray(data[()])
+        if not is_matlab:
+            return data  # which keeps the file open
+        array = np.asarray(data[()]).T
         if data.attrs.get("MATLAB_class") != b"char":
             return array
         rows = np.ascontiguousarray(array.astype("<u2"))
         return np.array([row.tobytes().decode("utf-16-le", "surrogatepass") for row in rows], object)
 
-    def note(name: str, member: object) -> None:
-        if isinstance(member, h5py.Dataset) and not name.startswith("#"):
-            arrays[name] = value(member)
-
-    with h5py.File(path, "r", locking=False) as file:
-        file.visititems(note)
-    return arrays
+    return {name: value(open_array(path, name)) for name in arrays_in(path) if not name.startswith("#")}
 
 
 def _texts(array: NDArray[Any]) -> list[str]:
@@ -149,7 +206,7 @@ def _in_table(path: str) -> dict[str, Any]:
         raise InputError(f"{path} is not a matrix of numbers: {first_line(error)}") from error
 
 
-def _is_number(cell: str) -> bool:
+def _is_number(cell: Any) -> bool:
     try:
         return float(cell or "nan") is not None
     except ValueError:

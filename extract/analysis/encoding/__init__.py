@@ -1,0 +1,1 @@
+"""Encoding models: responses to images, predicted from features in nested folds."""
