@@ -157,8 +157,7 @@ def _arrays_of(path: str) -> dict[str, Any]:
         if suffix == ".mat":  # before version 7.3
             found = library("scipy.io", "sklearn", path).loadmat(path)
             return {key: each for key, each in found.items() if not key.startswith("__")}
-        arrays = np.load(path, mmap_mode="r", allow_pickle=False)
-        return dict(arrays) if suffix == ".npz" else {"rdm": arrays}
+        return dict(np.load(path, allow_pickle=False)) if suffix == ".npz" else {"rdm": open_array(path, "")}
     except LayertapError:
         raise
     except Exception as error:  # NumPy, h5py and SciPy raise many types on damaged files

@@ -20,6 +20,7 @@ from pipelines.probe.layer_similarity import in_order
 from pipelines.probe.layer_table import LayerTable, in_all, layer_figure, opened_layers
 from pipelines.probe.report import ARRAYS
 from pipelines.terminal.figures import COLOURS
+from pipelines.terminal.text_output import counted
 
 __all__ = ["encode"]
 
@@ -87,9 +88,9 @@ def _median(values: NDArray[Any], summary: Callable[[Any], Any] = np.median) -> 
 def _fill(run: LayerTable, found: Encoding, counts: dict[str, int], targets: list[str], paths: list[str]) -> None:
     """Fill in medians over targets for each layer, a line for each target, the folds, and arrays."""
     layers = [*found.layers, *([found.joint] if found.joint else [])]
-    run.notes.append(
-        ", ".join(f"{count:,} {name}" for name, count in counts.items()) + f": {', '.join(targets[:_SHOWN])}"
-    )
+    constant = int(np.isnan(found.layers[0].r2).sum())
+    sizes = ", ".join(counted(count, name.removesuffix("s")) for name, count in counts.items())
+    run.notes.append(f"{sizes}{f' ({constant:,} constant)' if constant else ''}: {', '.join(targets[:_SHOWN])}")
     metrics = {name: [_median(getattr(layer, name)) for layer in layers] for name in ("r", "r2")}
     metrics["r_normalised"] = [_median(found.normalised(layer.r)) for layer in layers]
     metrics["predicted"] = [_median(layer.q, lambda q: (q <= _LEVEL).mean()) for layer in layers]

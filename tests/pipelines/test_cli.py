@@ -154,14 +154,8 @@ def test_what_can_be_named_is_what_there_is() -> None:
 
     assert command._METRICS == METRICS
     protocols = list(get_args(ProbeConfig.model_fields["protocol"].annotation))
-    assert protocols == [
-        "linear",
-        *PROTOCOLS,
-        *SEGMENTATION,
-        *DEPTH,
-        "rsa",
-        "encoding",
-    ]  # linear is another name of clip
+    given = ["linear", *PROTOCOLS, *SEGMENTATION, *DEPTH, "rsa", "encoding"]  # linear is another name of clip
+    assert protocols == given
     assert command._KINDS == KINDS
     assert tuple(FORMATS) == command._FORMATS
 

@@ -204,7 +204,7 @@ def test_what_cannot_be_joined_or_read_is_refused_by_name(made, responses, tmp_p
     np.savez(tmp_path / "two.npz", x=responses, y=responses)
     assert "two.npz has x, y" in refused("--targets", tmp_path / "two.npz")
     (tmp_path / "broken.npy").write_bytes(b"nothing")
-    assert "broken.npy cannot be read as arrays" in refused("--targets", tmp_path / "broken.npy")
+    assert "broken.npy cannot be read as an array" in refused("--targets", tmp_path / "broken.npy")
     assert "none.npy: no such file" in refused("--targets", tmp_path / "none.npy")
     np.save(tmp_path / "y.npy", responses)
     assert "column 'age' not found" in refused("--targets", tmp_path / "y.npy", "--group", "age")

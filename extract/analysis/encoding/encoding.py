@@ -168,7 +168,7 @@ def encoding(
         on_layer(name)
         parts = [part.subset(responses.images) for part in parts]
         bands = _in_few_columns(name, parts, folds, memory_bytes)
-        x, block_bytes = FeatureRows.of(bands), min(_BLOCK_BYTES, memory_bytes // 16)
+        x, block_bytes = FeatureRows.of(bands), min(_BLOCK_BYTES, memory_bytes // 32)
         x = x.held() if x.nbytes <= memory_bytes // 4 else x
         sizes = [(band.width, part.width) for band, part in zip(bands, parts, strict=True)]
         weights = band_draws(len(parts), _BAND_DRAWS, seed) if fit == "banded" and len(parts) > 1 else []

@@ -44,7 +44,7 @@ _SETTLED = 1e-10  # squared change of a unit vector
 class _Training(NamedTuple):
     """Decomposed products of centred and scaled rows: (x - mean) @ vectors are the rows along K eigenvectors."""
 
-    size: Tensor  # number of rows
+    size: float  # number of rows
     mean: Tensor  # (D,)
     values: Tensor  # (K,) above 0
     vectors: Tensor  # (D, K), times the scales of columns
@@ -76,10 +76,10 @@ class RidgeFolds:
         """Yield (fold, row numbers, rows (n, 1 + D) after a column of ones) of each fold in each block."""
         for start, block in self._rows.blocks(self._block_bytes):
             folds = self._folds[start : start + len(block)]
-            values = torch.nn.functional.pad(torch.from_numpy(block).double(), (1, 0), value=1.0)
             for fold in np.unique(folds).tolist():
                 at = torch.nonzero(folds == fold)[:, 0]
-                yield fold, (start + at).to(self._device), values[at].to(self._device)
+                values = torch.from_numpy(block)[at].to(self._device).double()
+                yield fold, (start + at).to(self._device), torch.nn.functional.pad(values, (1, 0), value=1.0)
 
     def products(self, y: Tensor | None) -> Tensor:
         """Return the products (F, 1 + D, T) of ones and columns with targets (N, T); None: with ones and columns."""
@@ -152,7 +152,7 @@ def _decomposed(
     products: Tensor, bands: Sequence[tuple[int, int]], without: tuple[int, ...], weights: Weights
 ) -> _Training:
     total = _rest(products, without)
-    size, mean = total[0, 0], total[0, 1:] / total[0, 0]
+    size, mean = float(total[0, 0]), total[0, 1:] / total[0, 0]  # no view, which would keep `total`
     centred = total[1:, 1:] - size * torch.outer(mean, mean)
     scale = _scale(centred.diagonal() / size, bands, weights)
     values, vectors = torch.linalg.eigh(centred * scale * scale[:, None])

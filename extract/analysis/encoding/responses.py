@@ -26,6 +26,7 @@ __all__ = ["Responses", "known_mean"]
 Floats = NDArray[np.float64]
 
 _SPLITS = 10  # of trials into halves
+_LARGEST = 1e100  # target: sums of squares must be finite
 
 
 class Responses:
@@ -55,17 +56,17 @@ class Responses:
         """Return the trials (P', T') of some targets, image by image, and their means (N, T').
 
         Raises:
-            InputError: a value is infinite, or an image has no trial in which a target was measured.
+            InputError: a value is infinite or above 1e100, or an image has no trial in which a target was measured.
         """
         trials = np.asarray(self._source[:, chosen])[self._rows].astype(np.float64)
         means = _means(trials, self._image)
-        if len(wrong := np.argwhere(~np.isfinite(means))):
+        if len(wrong := np.argwhere(~(np.abs(means) <= _LARGEST))):
             image, column = wrong[0].tolist()
             row, target = self._rows[np.searchsorted(self._image, image)], chosen.start + column
             hint = "leave out the image or the target; of several subjects, give each a file of its own images"
-            found = "NaN in all trials" if np.isnan(means[image, column]) else "infinite in a trial"
-            found = f"target {self._names[target] if self._names else target} is {found} of the image of row {row}"
-            raise InputError(f"{found}; expected numbers, or NaN for a trial that was not measured", hint=hint)
+            found = f"target {self._names[target] if self._names else target} is {means[image, column]}"
+            expected = f"expected a number, up to {_LARGEST}, in one trial at least"
+            raise InputError(f"{found} for the image of row {row}; {expected}", hint=hint)
         return trials, means
 
     def ceilings(self, chosen: slice, seed: int) -> Floats:

@@ -188,7 +188,7 @@ def test_trials_are_averaged_and_those_that_were_not_measured_left_out():
     assert np.isnan(plain.ceiling).all()
     assert (found.ceiling > 0.9).all()
     trials[image == 4, 1] = np.nan
-    with pytest.raises(InputError, match="target 1 is NaN in all trials of the image of row 43"):
+    with pytest.raises(InputError, match="target 1 is nan for the image of row 43; expected a number"):
         encoded({"a": x}, trials, images=image)
 
 
