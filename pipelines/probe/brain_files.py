@@ -67,7 +67,7 @@ def read_responses(
             raise InputError(f"{where}: {array.dtype} of shape {array.shape}; expected images or trials x targets")
         return array, None, _only_list(where, lists, len(array)), ""
     table, _ = read_table(path, None)
-    used = {*_KEYS, "split", *(each.rpartition(":")[2].strip().lower() for each in others if each)}
+    used = {"", *_KEYS, "split", *(each.rpartition(":")[2].strip().lower() for each in others if each)}
     targets = [name.strip().lower() for name in chosen.split(",") if chosen] or [
         name for name in table if name not in used
     ]

@@ -11,12 +11,12 @@ from extract import defaults
 from extract.extraction.settings import RARE
 from pipelines.terminal.config import FROZEN
 
-__all__ = ["LinearIsClip", "ProbeConfig"]
+__all__ = ["OF_TASKS", "LinearIsClip", "ProbeConfig"]
 
 T = TypeVar("T")
 _OF_SIMILARITY = {"out", "layers", "without", "seed", "similarity", "format", "results", "device", "max_memory_mb"}
 # Options of some tasks alone; "rsa" and "encoding" take no labels, and have the options of `_OF_SIMILARITY`.
-_OF_TASKS = {
+OF_TASKS = {
     "segmentation": ("masks", "class_names", "ignore_label"),
     "depth": ("depth", "max_depth"),
     "rsa": ("rdm", "triplets", "stimuli", "compare"),
@@ -141,7 +141,7 @@ class ProbeConfig(BaseModel):
         if self.multilabel and self.protocol == "ridge":
             raise ValueError("--multilabel: ridge predicts numbers, not labels")
         for name in sorted(self.model_fields_set):
-            tasks = [task for task, names in _OF_TASKS.items() if name in names and name != "group"]
+            tasks = [task for task, names in OF_TASKS.items() if name in names and name != "group"]
             if tasks and self.task not in tasks and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"--{name.replace('_', '-')} is for -p {' and '.join(tasks)}, not for {self.protocol}")
         if self.task in ("rsa", "encoding"):
@@ -156,7 +156,7 @@ class ProbeConfig(BaseModel):
         return self
 
     def _check_brains(self) -> None:
-        known = {*_OF_SIMILARITY, "protocol", *_OF_TASKS[self.task]} - {"similarity"}
+        known = {*_OF_SIMILARITY, "protocol", *OF_TASKS[self.task]} - {"similarity"}
         if unused := sorted(self.model_fields_set - known):
             raise ValueError(f"--{unused[0].replace('_', '-')} is not for {self.task}")
         is_compared = "compare" in self.model_fields_set

@@ -19,7 +19,7 @@ from extract.errors import InputError
 from extract.system.atomic_files import write_json
 from extract.system.json_files import read_json, without_nan
 from extract.system.optional_libraries import own_version
-from pipelines.probe.config import ProbeConfig
+from pipelines.probe.config import OF_TASKS, ProbeConfig
 from pipelines.probe.job import ProbedFeature, ProbeRun, data_sets, folder_of_results, run_probe
 from pipelines.probe.labelling import SEPARATOR
 from pipelines.probe.probe_figures import PICTURES, draw
@@ -128,7 +128,9 @@ def _read_results(folder: Path) -> dict[str, Any]:
 
 def result_settings(config: ProbeConfig) -> dict[str, Any]:
     """Return the settings that the results depend on."""
-    settings = config.model_dump(mode="json", exclude={"results", "save", "device", "max_memory_mb", "format"})
+    others = {name for names in OF_TASKS.values() for name in names} - {"group", *OF_TASKS.get(config.task, ())}
+    without = {"results", "save", "device", "max_memory_mb", "format", *others}
+    settings = config.model_dump(mode="json", exclude=without)
     places = {
         name: settings[name]
         for name in ("labels", "group", "masks", "depth", "without", "rdm", "triplets", "stimuli", "targets")

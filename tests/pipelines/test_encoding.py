@@ -214,6 +214,11 @@ def test_what_cannot_be_joined_or_read_is_refused_by_name(made, responses, tmp_p
     assert "encoding needs --targets" in refused()
     assert "--labels is not for encoding" in refused("--targets", other, "--labels", other)
     assert "--scaling is not for encoding" in refused("--targets", other, "--scaling", "l2")
+    (tmp_path / "mine").mkdir()
+    np.save(tmp_path / "mine" / "r.npy", responses)
+    assert "r.npy exists and is not of a probe" in fails(
+        "probe", made / "out", "-p", "encoding", "--targets", tmp_path / "y.npy", "-o", tmp_path / "mine"
+    )
     for option in (("--targets", other), ("--folds", 3), ("--partition",), ("--draws", 0)):
         found = fails("probe", made / "out", "-p", "knn", *option, "-o", tmp_path / "res")
         assert f"{option[0]} is for -p encoding, not for knn" in found

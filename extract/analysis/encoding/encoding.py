@@ -154,13 +154,15 @@ def encoding(
     bands = {name: _bands(layer, fit) for name, layer in features.items()}
     counts = {len(parts[0]) for parts in bands.values()}
     rows = np.arange(min(counts)) if images is None else np.asarray(images, np.int64)
-    if len(counts) > 1 or len(rows) != len(targets) or rows.max(initial=-1) >= min(counts):
-        found_counts = ", ".join(map(str, sorted(counts)))
+    group = np.arange(min(counts)) if groups is None else np.asarray(groups)
+    if {*counts, len(group)} != {min(counts)} or len(rows) != len(targets) or rows.max(initial=-1) >= min(counts):
+        found_counts = (
+            f"{', '.join(map(str, sorted(counts)))} rows, groups {len(group)}, and the targets {len(targets)}"
+        )
         hint = "expected as many, or the row of the features for each row of targets (images)"
-        raise InputError(f"features have {found_counts} rows, and the targets {len(targets)}", hint=hint)
+        raise InputError(f"features have {found_counts}", hint=hint)
     responses, device_ = Responses(targets, rows, names), probe_device(device)
     memory_bytes = free_bytes() // 2 if memory_bytes is None else memory_bytes
-    group = np.arange(min(counts)) if groups is None else np.asarray(groups)
     group = np.unique(group[responses.images], return_inverse=True)[1]
     of_images = _fold_of_groups(group, folds, seed)
 
@@ -240,9 +242,7 @@ def _in_few_columns(name: str, bands: list[FeatureRows], n_folds: int, memory_by
     if (needed := width**2 * of_pair) > memory_bytes // 2:
         most = math.isqrt(memory_bytes // 2 // of_pair)
         found = f"layer {name} of {count:,} images needs {needed >> 20:,} MB for products of {width:,} columns"
-        hint = (
-            f"with this memory, at most {most:,} values or images: pool it, such as by srp{1 << most.bit_length() - 1}"
-        )
+        hint = f"at most {most:,} values or images fit: pool the layer, such as by srp{1 << most.bit_length() - 1}"
         raise InputError(found, hint=f"{hint}, or give more --max-memory-mb (memory_bytes)")
     return [_rotated(band, memory_bytes // 4) if band.width > count else band for band in bands]
 
