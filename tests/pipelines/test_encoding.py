@@ -14,6 +14,7 @@ from scipy.io import savemat
 
 from extract import FeatureWriter
 from extract.probe import encoding
+from pipelines.data_sets.report.probe_results import probes
 from tests.pipelines.test_cli import fails, succeeds
 
 N = 40
@@ -144,6 +145,9 @@ def test_all_that_was_found_is_written_and_said(made, responses, tmp_path):
     metrics = json.loads((folder / "results.json").read_text())["probes"][0]["metrics"]
     assert metrics["r"]["value"] == pytest.approx(np.median(np.load(folder / "r.npy")[0]))
     assert float(tables["scores.csv"][0]["unique_first"]) > 0.5
+    results, notes = probes(made / "nowhere", [folder])  # of a report
+    assert not notes
+    assert [layer["layer"] for layer in results[folder]["layers"]] == ["a", "b", "a + b"]
     for name in ("layers.png", "partition.png"):
         with Image.open(folder / name) as picture:
             assert np.asarray(picture.convert("L")).std() > 5

@@ -208,10 +208,10 @@ def _bands(layer: Any, fit: str) -> list[FeatureRows]:
 def _fold_of_groups(groups: NDArray[np.int64], n_folds: int, seed: int) -> NDArray[np.int64]:
     """Return the fold (N,) of each row: each group, the largest first, goes into the fold with the fewest rows."""
     sizes = np.bincount(groups)
-    if not 3 <= n_folds <= len(sizes):
+    if not 3 <= n_folds <= min(len(sizes), len(groups) // 2):
         found = f"{n_folds} folds of {len(groups):,} images in {len(sizes):,} groups that stay together"
         hint = "copies, parts of a file, and images of one value of --group, form a group"
-        raise InputError(f"{found}; expected at least 3 folds (--folds), and as many groups", hint=hint)
+        raise InputError(f"{found}; expected at least 3 folds (--folds), of 2 images or more", hint=hint)
     order = np.random.default_rng(seed).permutation(len(sizes))  # of groups of equal size
     rows_in, fold_of = [0] * n_folds, np.empty(len(sizes), np.int64)
     for group in order[np.argsort(-sizes[order], kind="stable")].tolist():

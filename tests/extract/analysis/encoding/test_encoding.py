@@ -149,6 +149,8 @@ def test_folds_are_even():
     joined = np.array([0, 0, 0, 1, 1, 2])
     with pytest.raises(InputError, match="4 folds of 6 images in 3 groups that stay together; expected at least 3"):
         _fold_of_groups(joined, 4, 0)
+    with pytest.raises(InputError, match="4 folds of 7 images in 7 groups .* expected at least 3 folds .* of 2 images"):
+        _fold_of_groups(np.arange(7), 4, 0)
     with pytest.raises(InputError, match="2 folds of 6 images in 3 groups"):
         _fold_of_groups(joined, 2, 0)
 
