@@ -177,6 +177,19 @@ def test_ceilings_are_those_of_the_simulation_and_of_the_formulas():
     np.testing.assert_allclose(found.split_half, explainable, atol=0.03)
 
 
+def test_ceilings_of_images_with_different_numbers_of_trials_are_those_of_the_formula():
+    generator = np.random.default_rng(0)
+    signal, counts = generator.normal(size=(60, 1)), np.arange(60) % 4 + 1
+    image = np.repeat(np.arange(60), counts)
+    trials = signal[image] + generator.normal(size=(len(image), 1))
+    found = encoded({"a": signal}, trials, images=image)
+    of_images = [trials[image == i, 0] for i in range(60)]
+    noise = np.mean([each.var(ddof=1) for each in of_images if len(each) > 1])
+    signal_variance = trials.var(ddof=1) - noise
+    assert found.ncsnr[0] == pytest.approx(np.sqrt(signal_variance / noise))
+    assert found.ceiling[0] == pytest.approx(signal_variance / (signal_variance + noise * np.mean(1 / counts)))
+
+
 def test_trials_are_averaged_and_those_that_were_not_measured_left_out():
     x = features(3, 8)
     y = responses(x, (0.5, 1))
@@ -277,6 +290,16 @@ def test_p_values_are_even_without_an_effect_and_small_with_one():
     widths = (layer.high - layer.low)[300:] / (2 * 1.96 * (1 - layer.r[300:] ** 2) / np.sqrt(N))
     assert 0.8 < widths.mean() < 1.25
     assert ((layer.low < layer.r) & (layer.r < layer.high)).all()
+
+
+def test_draws_keep_groups_together():
+    """Features and targets are those of the group, and independent of each other: 120 rows tell as much as 40."""
+    generator, group = np.random.default_rng(0), np.arange(120) % 40
+    x, y = (generator.normal(size=(40, width))[group] for width in (3, 400))
+    (layer,) = encoded({"a": x}, y, groups=group, draws=199).layers
+    assert (layer.p <= 0.05).mean() < 0.09
+    (first,) = encoded({"a": x[:40]}, y[:40], draws=199).layers
+    np.testing.assert_allclose((layer.high - layer.low).mean(), (first.high - first.low).mean(), rtol=0.1)
 
 
 @pytest.mark.parametrize(
