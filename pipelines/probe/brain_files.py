@@ -68,9 +68,8 @@ def read_responses(
         return array, None, _only_list(where, lists, len(array)), ""
     table, _ = read_table(path, None)
     used = {"", *_KEYS, "split", *(each.rpartition(":")[2].strip().lower() for each in others if each)}
-    targets = [name.strip().lower() for name in chosen.split(",") if chosen] or [
-        name for name in table if name not in used
-    ]
+    targets = [name.strip().lower() for name in chosen.split(",") if chosen]
+    targets = targets or [name for name in table if name not in used]
     numbers = [_numbers(path, table, name) for name in targets]
     if not numbers or not len(numbers[0]):
         raise InputError(f"{path} has no targets: rows, and columns besides those that name images")
@@ -173,7 +172,7 @@ def _in_hdf5(path: str, is_matlab: bool) -> dict[str, Any]:
             return np.asarray(data.asstr()[()], object)
         if h5py.check_ref_dtype(data.dtype) is not None:
             return np.array([text for cell in data[()].ravel() for text in value(data.file[cell])], object)
-        if not is_matlab:
+        if not is_matlab and data.shape is not None:
             return data  # which keeps the file open
         array = np.asarray(data[()]).T
         if data.attrs.get("MATLAB_class") != b"char":

@@ -75,7 +75,7 @@ class ProbeConfig(BaseModel):
     triplets: str | None = Field(
         None, description="For rsa: .npy, .csv or .txt of odd-one-out choices, three images each, the odd one last."
     )
-    stimuli: Annotated[str | None, RARE] = Field(
+    stimuli: str | None = Field(
         None,
         description="FILE.csv[:COLUMN] of images in the order of --rdm or --targets, and of numbers in --triplets; "
         "column `path` if omitted. [default: the names in these files, or the rows of the data set]",

@@ -113,10 +113,8 @@ class LayerTable:
             names = self.readers[first].paths[:]
             self.notes.append(f"{where} names no images: they are taken for the rows of {first}, in their order")
         if len(names) != count:
-            hint = "name them in their order: --stimuli FILE.csv"
-            raise InputError(
-                f"{where} has {count:,} images, and {self.config.stimuli or first} {len(names):,}", hint=hint
-            )
+            found = f"{where} has {count:,} images, and {self.config.stimuli or first} {len(names):,}"
+            raise InputError(found, hint="name them in their order: --stimuli FILE.csv")
         return names
 
     def rows_of(self, names: Sequence[str], where: str) -> dict[str, NDArray[np.int64]]:

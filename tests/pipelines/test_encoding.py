@@ -207,6 +207,9 @@ def test_what_cannot_be_joined_or_read_is_refused_by_name(made, responses, tmp_p
     assert "alone.csv has no targets" in refused("--targets", alone)
     np.savez(tmp_path / "two.npz", x=responses, y=responses)
     assert "two.npz has x, y" in refused("--targets", tmp_path / "two.npz")
+    with h5py.File(tmp_path / "empty.h5", "w") as content:
+        content.create_dataset("betas", dtype="f4")
+    assert "one array of numbers is expected" in refused("--targets", tmp_path / "empty.h5")
     (tmp_path / "broken.npy").write_bytes(b"nothing")
     assert "broken.npy cannot be read as an array" in refused("--targets", tmp_path / "broken.npy")
     assert "none.npy: no such file" in refused("--targets", tmp_path / "none.npy")
