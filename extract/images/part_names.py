@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,7 @@ class Window:
         level: level of a pyramid to read it from.
         context: part of its width and height to add on each side.
         square: whether to take the square around it, moved into the picture where it fits.
+        cut: whether it began left of or above the picture, and was cut there; no name says so.
     """
 
     x: float
@@ -62,6 +63,7 @@ class Window:
     level: int = 0
     context: float = 0.0
     square: bool = False
+    cut: bool = field(default=False, compare=False)
 
     def inside(self, size: tuple[int, int]) -> tuple[int, int, int, int]:
         """Return (left, upper, right, lower) in a picture of (width, height): whole pixels, rounded as by Pillow.

@@ -133,6 +133,9 @@ def _of_boxes(images: Images, asked: Any, keep: Sequence[str]) -> Listed:
         of_boxes.append(row)
         boxes.append(box)
     notes = _notes(images, asked.boxes, [box.file for box in boxes], of_boxes)
+    if cut := [title for title, box in zip(titles, boxes, strict=True) if box.window.cut]:
+        notes += (f"boxes that begin left of or above their picture, of which the part inside is used: {len(cut):,}, "
+                  f"the first is {cut[0]}",)  # fmt: skip
     has_labels, has_ids = any(box.label is not None for box in boxes), any(box.id is not None for box in boxes)
     kept = map(_column, zip(*(box.kept for box in boxes), strict=True))
     return Listed(
