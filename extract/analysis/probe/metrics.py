@@ -70,9 +70,7 @@ def classification_metrics(
     # Rank equal scores by class, like `argmax`, so that top-1 agrees with the predicted class.
     before = (scores > own).sum(1) + ((scores == own) & (np.arange(k) < np.maximum(truth, 0)[:, None])).sum(1)
     known = truth >= 0
-    hits = {"top1": known & (before == 0)}
-    if k > 5:
-        hits["top5"] = known & (before < 5)
+    hits = {f"top{n}": known & (before < n) for n in (1, 5) if n == 1 or k > n}
     classes, n_classes = _all_classes(truth, k)
     losses = None
     if probabilities is not None:
@@ -106,7 +104,10 @@ def classification_metrics(
         # No interval: resampling rows makes this error larger, so that the interval often lay above the estimate. On
         # 100 rows, a calibrated probe has 0.05; so the mean of such a probe stands beside it.
         metrics["calibration_error"] = Estimate(expected_calibration_error(confidence, hits["top1"]))
-        metrics["calibration_error_if_calibrated"] = Estimate(_error_if_calibrated(confidence, seed))
+        generator = np.random.default_rng(seed)
+        draws = [expected_calibration_error(confidence, generator.random(count) < confidence)
+                 for _ in range(_CALIBRATED_DRAWS)]  # fmt: skip
+        metrics["calibration_error_if_calibrated"] = Estimate(float(np.mean(draws)))
     return metrics
 
 
@@ -115,15 +116,8 @@ def too_narrow(estimate: Estimate, reason: str) -> Estimate:
     return replace(estimate, method=f"{estimate.method}; may be too narrow, since {reason}")
 
 
-def _error_if_calibrated(confidence: NDArray[np.float64], seed: int) -> float:
-    generator = np.random.default_rng(seed)
-    draws = [expected_calibration_error(confidence, generator.random(len(confidence)) < confidence)
-             for _ in range(_CALIBRATED_DRAWS)]  # fmt: skip
-    return float(np.mean(draws))
-
-
-def _mean(values: NDArray[Any]) -> float:
-    known = values[~np.isnan(values)] if values.dtype.kind == "f" else values
+def _mean(values: NDArray[np.float64]) -> float:
+    known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else math.nan
 
 
@@ -373,14 +367,11 @@ def bootstrap(
     generator = np.random.default_rng(seed)
     with np.errstate(all="ignore"):  # a draw may lack a class, or repeat a row many times
         drawn = [compute(generator.integers(0, count, count)) for _ in range(draws)]
-    estimates = {}
+    estimates = {name: Estimate(value) for name, value in values.items()}
     for name, value in values.items():
-        finite: list[Any] = [draw[name] for draw in drawn if math.isfinite(draw[name])]
-        if not finite:
-            estimates[name] = Estimate(value)
-            continue
-        low, high = np.percentile(finite, [100 * _TAIL, 100 * (1 - _TAIL)])
-        estimates[name] = Estimate(value, float(low), float(high), "percentile bootstrap")
+        if finite := [draw[name] for draw in drawn if math.isfinite(draw[name])]:
+            low, high = np.percentile(finite, [100 * _TAIL, 100 * (1 - _TAIL)]).tolist()
+            estimates[name] = Estimate(value, low, high, "percentile bootstrap")
     return estimates
 
 
@@ -409,21 +400,18 @@ def _beta_below(x: float, a: float, b: float) -> float:
     factor = math.exp(
         math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
     ) / a  # fmt: skip
-    # The modified method of Lentz (Thompson and Barnett 1986).
-    upper, lower = 1.0, 0.0
-    fraction = 1.0
-    for i in range(10_000):
+    # The modified method of Lentz (Thompson and Barnett 1986), after the first term, which is 1.
+    upper, lower, fraction = 2.0, 1.0, 2.0
+    for i in range(1, 10_000):
         m = i // 2
-        if i == 0:
-            term = 1.0
-        elif i % 2:
+        if i % 2:
             term = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
         else:
             term = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
         lower = 1 / ((1 + term * lower) or _TINY)
         upper = (1 + term / upper) or _TINY
         fraction *= upper * lower
-        if i and abs(upper * lower - 1) < _CLOSE:
+        if abs(upper * lower - 1) < _CLOSE:
             break
     return factor * (fraction - 1)
 
@@ -456,9 +444,7 @@ def holm(p: ArrayLike) -> NDArray[np.float64]:
     values = np.asarray(p, np.float64)
     order = np.argsort(values, kind="stable")
     steps = np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1))
-    corrected = np.empty(len(values))
-    corrected[order] = np.minimum(steps, 1)
-    return corrected
+    return np.minimum(steps, 1)[np.argsort(order)]
 
 
 @dataclass(frozen=True)
