@@ -10,6 +10,7 @@ from itertools import combinations_with_replacement
 import numpy as np
 from numpy.typing import NDArray
 
+from extract.analysis.network.activation_statistics import effective_number
 from extract.analysis.probe.feature_matrix import FeatureRows, Source, mean_of
 from extract.analysis.probe.nearest_rows import nearest, overlap
 from extract.errors import InputError
@@ -227,7 +228,7 @@ def _products(rows: Sequence[FeatureRows], memory_bytes: int) -> tuple[Matrix, M
         )
         if i == j:
             singular = np.sqrt(np.linalg.eigvalsh(product).clip(0))
-            lengths[i], effective_rank[i] = np.sqrt(of_i), _exponential_of_entropy(singular)
+            lengths[i], effective_rank[i] = np.sqrt(of_i), effective_number(singular)
         else:
             nuclear[i, j] = nuclear[j, i] = np.linalg.svd(product, compute_uv=False).sum()
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -236,12 +237,6 @@ def _products(rows: Sequence[FeatureRows], memory_bytes: int) -> tuple[Matrix, M
     np.fill_diagonal(procrustes, np.where(lengths > 0, 1.0, np.nan))
     cka, procrustes = (np.where(np.isfinite(matrix), matrix, np.nan) for matrix in (cka, procrustes))
     return cka, procrustes, effective_rank
-
-
-def _exponential_of_entropy(singular: NDArray[np.float64]) -> float:
-    shares = singular / singular.sum() if singular.sum() else singular
-    shares = shares[shares > 0]
-    return float(np.exp(-(shares * np.log(shares)).sum())) if len(shares) else 0.0
 
 
 def _gram(rows: FeatureRows) -> NDArray[np.float64]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from extract.errors import InputError
 
-__all__ = ["Statistics", "Summary", "are_constant", "summarise"]
+__all__ = ["Statistics", "Summary", "are_constant", "effective_number", "norm_of", "summarise"]
 
 # Counting by the upper half of the bits takes a nanosecond a value, and needs no range beforehand; zeros, signs and
 # infinities have separate bins.
@@ -111,6 +111,18 @@ def _moments(values: Tensor, bounds: tuple[float, float] | None) -> tuple[NDArra
     return tuple(column.numpy() for column in columns)
 
 
+def norm_of(values: Tensor) -> dict[str, Tensor]:
+    """Return the L2 norm of the finite values, and the number of others: for tensors too large for `summarise`."""
+    values = values.coalesce().values() if values.is_sparse else values
+    norm = torch.linalg.vector_norm(values.float() if values.element_size() < 4 else values)
+    not_finite = torch.zeros((), dtype=torch.int64)
+    if not _SMALL < float(norm) < _LARGE:
+        wide = values.cpu().double()  # mps has no double precision
+        finite = wide.isfinite()
+        norm, not_finite = wide.where(finite, 0.0).norm(), (~finite).sum()
+    return {"norm": norm, "not_finite": not_finite}
+
+
 def _near(values: Tensor, bounds: tuple[float, float]) -> Tensor:
     """Return whether each value is saturated."""
     low, high = bounds
@@ -143,6 +155,12 @@ def are_constant(
     with np.errstate(invalid="ignore", over="ignore"):
         constant: NDArray[np.bool_] = high - low <= within * usual
     return constant
+
+
+def effective_number(amounts: NDArray[Any]) -> float:
+    """Return the exponential of the entropy of amounts (K,): the number of those above 0 if these are equal."""
+    shares = amounts[amounts > 0] / amounts.sum()
+    return float(np.exp(-(shares * np.log(shares)).sum())) if len(shares) else 0.0
 
 
 @dataclass

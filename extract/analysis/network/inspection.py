@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from extract.analysis.network.activation_statistics import Statistics, summarise
+from extract.analysis.network.activation_statistics import Statistics, norm_of, summarise
 from extract.analysis.network.findings import findings_of
 from extract.analysis.network.plain_modules import pairs_of
 from extract.analysis.network.reports import (
@@ -404,13 +404,8 @@ def _sum_of_squares(value: Tensor) -> Tensor:
     value = value.float() if value.dtype == torch.uint8 else value  # pixels
     if not value.is_floating_point() or not value.numel():
         return torch.zeros(2, dtype=torch.float64)
-    norm = torch.linalg.vector_norm(value.float() if value.element_size() < 4 else value)
-    square, count = float(norm) ** 2, value.numel()
-    if not math.isfinite(square):
-        finite = value.double().cpu()
-        finite = finite[finite.isfinite()]
-        square, count = float(finite.square().sum()), finite.numel()
-    return torch.tensor([square, count], dtype=torch.float64)
+    found = norm_of(value)
+    return torch.stack([found["norm"].double().cpu() ** 2, value.numel() - found["not_finite"]])
 
 
 def _tensor_plans(model: nn.Module, names: Sequence[str], inputs: Tensor) -> tuple[dict[Site, _TensorPlan], str]:
