@@ -18,13 +18,12 @@ from extract.analysis.dataset_diff import distinct_images, image_hashes
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.logistic import LogisticRegression
 from extract.analysis.probe.nearest_rows import MEMORY_BYTES, Neighbours, layer_to_search, nearest
-from extract.analysis.probe.probing import probe_device
+from extract.analysis.probe.probing import probe_resources
 from extract.analysis.probe.protocols import N_FOLDS, stratified_folds
 from extract.analysis.row_groups import components, row_groups
 from extract.errors import unknown_name
 from extract.row_status import Status
 from extract.store.reader import FeatureArray, FeatureReader
-from extract.system.free_memory import free_bytes
 
 __all__ = [
     "KINDS", "LABELS_DIFFER", "QUICK_PRODUCTS", "Finding", "K", "SimilarImages", "confident_classes", "findings",
@@ -122,9 +121,9 @@ def findings(
         if "suspect label" in kinds and len(labelled):
             suspect_labels = _suspect_labels(reader, FeatureRows.of(array, labelled), labelled, seed)
     suspects = {found.row for found in suspect_labels}
-    n_groups = 0
-    for number, group in enumerate(_copies(reader)):
-        n_groups, kind = number + 1, "copy across splits" if len({reader.splits[row] for row in group}) > 1 else "copy"
+    groups = _copies(reader)
+    for number, group in enumerate(groups):
+        kind = "copy across splits" if len({reader.splits[row] for row in group}) > 1 else "copy"
         group = sorted(group, key=suspects.__contains__)
         others = [group[1], *[group[0]] * (len(group) - 1)]
         meaning = "the bytes are the same" + _differing(reader, group)
@@ -133,7 +132,7 @@ def findings(
             table.append(Finding(kind, row, *paths, 1.0, meaning, number, row == group[0]))
     if len(good) and ("near-duplicate" in kinds or "outlier" in kinds):
         similar = neighbours or similar_images(reader, array, seed)
-        table += _near_duplicates(reader, similar, picture_size, n_groups, suspects) + _outliers(reader, similar)
+        table += _near_duplicates(reader, similar, picture_size, len(groups), suspects) + _outliers(reader, similar)
     table += suspect_labels
     class_of = [*reader.classes, ""]
     table = [replace(found, label=class_of[reader.labels[found.row]]) for found in table if found.kind in kinds]
@@ -232,10 +231,10 @@ def left_out_probabilities(
     judged = (folds >= 0) & (n_images[labels] >= N_FOLDS)  # copies with a rare label are left out, but not judged
     if len(np.unique(labels[judged])) < 2:
         return probabilities
-    memory_bytes = free_bytes() // 2
+    torch_device, memory_bytes = probe_resources(device, None)
     if rows.nbytes <= memory_bytes // 3:
         rows = rows.held()
-    problem = LogisticRegression(rows, labels, n_classes, device=probe_device(device), memory_bytes=memory_bytes)
+    problem = LogisticRegression(rows, labels, n_classes, device=torch_device, memory_bytes=memory_bytes)
     least = math.inf
     for penalty in _LAMBDAS:
         (scores,) = problem.left_out_scores([1 / penalty], folds[:, None])
@@ -389,12 +388,10 @@ def _neighbours_of(array: FeatureArray, queries: NDArray[np.int64], among: NDArr
     width = max(1, int(np.prod(array.shape[1:])))
     step = max(1, MEMORY_BYTES // (4 * 4 * width))
     parts = []
-    for start in range(0, len(queries), step):
+    for start in range(0, max(1, len(queries)), step):
         block = queries[start : start + step]
         vectors = FeatureRows.of(array, block).between(0, len(block))
         parts.append(nearest(array, vectors, K, among=among, without=block))
-    if not parts:
-        return Neighbours(np.empty((0, K), np.int64), np.empty((0, K)))
     return Neighbours(np.concatenate([part.rows for part in parts]), np.concatenate([part.cosines for part in parts]))
 
 

@@ -205,7 +205,14 @@ class _Monitor:
 
     def _alarms_of(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
         """Yield (kind, layer, text) of all problems; for each kind, the first layer comes first."""
-        raise NotImplementedError
+        for row in rows:
+            if row["not_finite"]:
+                gradient = f"gradient of {row['of']}: " if "of" in row else ""
+                yield "not finite", row["layer"], f"{gradient}{row['not_finite']:,} values are not finite"
+        for row in rows:
+            what, size = (f"the gradient of {row['of']}", "norm") if "of" in row else ("its output", "rms")
+            if self._exploded(f"{row['layer']} {row.get('of')}", row[size]):
+                yield "exploding", row["layer"], f"{what} is 100 times as large as before ({size} {row[size]:.3g})"
 
 
 _REMEMBERED = 20  # sizes of each layer or gradient
@@ -260,12 +267,7 @@ class ActivationMonitor(_Monitor):
         return looks
 
     def _alarms_of(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
-        for row in rows:
-            if row["not_finite"]:
-                yield "not finite", row["layer"], f"{row['not_finite']:,} values are not finite"
-        for row in rows:
-            if self._exploded(row["layer"], row["rms"]):
-                yield "exploding", row["layer"], f"its output is 100 times as large as before (rms {row['rms']:.3g})"
+        yield from super()._alarms_of(rows)
         for row in rows:
             if row["dead"] >= _DEAD_PART * row["channels"]:
                 yield "dead", row["layer"], f"{row['dead']:,} of {row['channels']:,} channels are constant"
@@ -320,14 +322,7 @@ class GradientMonitor(_Monitor):
 
     def _alarms_of(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
         # Rows are in the order in which the gradients were computed, starting at the loss.
-        for row in rows:
-            if row["not_finite"]:
-                text = f"gradient of {row['of']}: {row['not_finite']:,} values are not finite"
-                yield "not finite", row["layer"], text
-        for row in rows:
-            if self._exploded(f"{row['layer']} {row['of']}", row["norm"]):
-                text = f"the gradient of {row['of']} is 100 times as large as before (norm {row['norm']:.3g})"
-                yield "exploding", row["layer"], text
+        yield from super()._alarms_of(rows)
         yield from self._alarms_of_updates([row for row in rows if row["of"] != "output"])
 
     def _alarms_of_updates(self, rows: Rows) -> Iterable[tuple[str, str, str]]:

@@ -36,6 +36,8 @@ _PERCENT_METRICS = {"top1", "top5", "balanced_accuracy", "mIoU", "pixel_accuracy
 _BINS = 15  # of confidence, as in Guo et al. 2017
 
 
+MetricsOfRows = Callable[[NDArray[np.int64] | slice], dict[str, float]]
+
 # Below these numbers, the coverage of a bootstrap fell below 0.92 in simulations (docs/benchmarks.md).
 _FEW_ERRORS = 20  # wrong rows: most draws miss the rare large losses
 _FEW_POSITIVES = 30  # test rows with a label
@@ -202,9 +204,7 @@ def regression_metrics(predicted: NDArray[np.float64], truth: NDArray[np.float64
     return resampled(compute, len(truth), seed, _FEW_NUMBERS, "rows")
 
 
-def resampled(
-    compute: Callable[[NDArray[np.int64] | slice], dict[str, float]], count: int, seed: int, few: int, what: str
-) -> dict[str, Estimate]:
+def resampled(compute: MetricsOfRows, count: int, seed: int, few: int, what: str) -> dict[str, Estimate]:
     """Return metrics with bootstrap intervals, which may be too narrow if there are less than `few` rows or images."""
     metrics = bootstrap(compute, count, seed, RESAMPLES)
     if count >= few:
@@ -352,9 +352,7 @@ def widened(estimate: Estimate, other: Estimate) -> Estimate:
     return replace(estimate, low=low, high=high, method=f"wider of {estimate.method} and {other.method}")
 
 
-def bootstrap(
-    compute: Callable[[NDArray[np.int64] | slice], dict[str, float]], count: int, seed: int, draws: int
-) -> dict[str, Estimate]:
+def bootstrap(compute: MetricsOfRows, count: int, seed: int, draws: int) -> dict[str, Estimate]:
     """Return metrics with the 2.5 % and 97.5 % percentiles over rows drawn with replacement (Efron 1979).
 
     Args:

@@ -32,7 +32,7 @@ from extract.system.free_memory import free_bytes
 from extract.system.html_tables import Table, html_summary
 from extract.system.torch_state import device_named
 
-__all__ = ["MOST_IN_A_TABLE", "ProbeResult", "linear_probe", "probe", "probe_device"]
+__all__ = ["MOST_IN_A_TABLE", "ProbeResult", "linear_probe", "probe", "probe_resources"]
 
 PRIMARY = {"classification": "top1", "multilabel": "mAP", "regression": "r2", "segmentation": "mIoU", "depth": "delta1"}
 MOST_IN_A_TABLE = 1000  # classes in a confusion matrix, whose size is their square
@@ -267,10 +267,7 @@ def probe(
     widths = {name: part.rows.width for name, part in parts.items()}
     if len(set(widths.values())) > 1:
         raise InputError(f"rows have different widths: {widths}")
-    torch_device = probe_device(device)
-    memory_bytes = free_bytes() // 2 if memory_bytes is None else memory_bytes
-    if torch_device.type == "cuda":
-        memory_bytes = min(memory_bytes, torch.cuda.mem_get_info(torch_device)[0] // 2)
+    torch_device, memory_bytes = probe_resources(device, memory_bytes)
     settings = Settings(task, classes, scaling or definition.scaling, balanced, seed, torch_device, memory_bytes)
     # Rows that fit are read once. The limit is a third, since the fitted rows are also held along their principal axes.
     held_bytes = sum(part.rows.nbytes for part in parts.values())
@@ -294,8 +291,8 @@ def probe(
     return replace(result, notes=notes, seconds=time.perf_counter() - started)
 
 
-def probe_device(device: str) -> torch.device:
-    """Return the device of a probe, which needs double precision.
+def probe_resources(device: str, memory_bytes: int | None) -> tuple[torch.device, int]:
+    """Return the device of a probe, which needs double precision, and the limit for features and variables.
 
     Raises:
         InputError: there is no such device, or it is mps.
@@ -303,7 +300,10 @@ def probe_device(device: str) -> torch.device:
     torch_device = device_named(device)
     if torch_device.type == "mps" and device != "auto":
         raise InputError("probes need double precision, which mps does not support", hint="use --device cpu")
-    return torch.device("cpu") if torch_device.type == "mps" else torch_device
+    memory_bytes = free_bytes() // 2 if memory_bytes is None else memory_bytes
+    if torch_device.type == "cuda":
+        return torch_device, min(memory_bytes, torch.cuda.mem_get_info(torch_device)[0] // 2)
+    return torch.device("cpu") if torch_device.type == "mps" else torch_device, memory_bytes
 
 
 def _few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Settings, protocol: str) -> ProbeResult:

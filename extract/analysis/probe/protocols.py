@@ -521,7 +521,7 @@ def _refit(choice: _Choice, settings: Settings, strengths: NDArray[np.float64] |
     model = LinearProbe(fit.weights[0], fit.biases[0], settings.classes, settings.task, scaling)
     if swept == "lambda":
         curve, chosen = [(1 / c, value) for c, value in reversed(curve)], 1 / chosen
-    notes = _note_on_scale(swept, fit.deviation, largest * len(choice.all_rows))
+    notes = _note_on_scale(swept, problem.deviation, largest * len(choice.all_rows))
     notes += _note_on_range(swept, chosen, curve) + _note_on_few_rows(choice.n_val, choice.n_groups)
     if not fit.converged[0]:
         notes.append(_note_on_iterations(f"{swept} = {chosen:.3g}", int(fit.iterations[0]), bool(fit.separated[0])))
