@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import cross_entropy, pad
 
 from extract.analysis.dataset_diff import distinct_images, image_hashes
 from extract.analysis.probe.feature_matrix import FeatureRows
@@ -239,9 +240,8 @@ def left_out_probabilities(
     for penalty in _LAMBDAS:
         (scores,) = problem.left_out_scores([1 / penalty], folds[:, None])
         logits = torch.from_numpy(scores[0, judged].astype(np.float64))
-        if logits.shape[1] == 1:  # two classes
-            logits = torch.cat([torch.zeros_like(logits), logits], 1)
-        loss = float(torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels[judged])))
+        logits = pad(logits, (int(logits.shape[1] == 1), 0))  # two classes have one column: that of the first is 0
+        loss = float(cross_entropy(logits, torch.from_numpy(labels[judged])))
         if loss < least:
             least, probabilities[judged] = loss, torch.softmax(logits, 1).numpy()
         elif loss > least + _WORSE:

@@ -86,7 +86,10 @@ def _moments(values: Tensor, bounds: tuple[float, float] | None) -> tuple[NDArra
         empty, none = np.zeros(values.shape[:2]), np.zeros(len(values), np.int64)
         count_of_none = empty.astype(np.int64)
         return count_of_none, empty, empty, empty + np.inf, empty - np.inf, count_of_none, none, none
-    near_a_bound = torch.zeros(values.shape[:2]) if bounds is None else _near(values, bounds).sum(2)
+    near_a_bound = torch.zeros(values.shape[:2])
+    if bounds is not None:
+        margin = _NEAR_A_BOUND * (bounds[1] - bounds[0])
+        near_a_bound = ((values <= bounds[0] + margin) | (values >= bounds[1] - margin)).sum(2)
     low, high = values.amin(2), values.amax(2)
     count = torch.full(low.shape, values.shape[2], device=values.device)
     nan, infinite, finite = torch.zeros(len(values)), torch.zeros(len(values)), None
@@ -121,13 +124,6 @@ def norm_of(values: Tensor) -> dict[str, Tensor]:
         finite = wide.isfinite()
         norm, not_finite = wide.where(finite, 0.0).norm(), (~finite).sum()
     return {"norm": norm, "not_finite": not_finite}
-
-
-def _near(values: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """Return whether each value is saturated."""
-    low, high = bounds
-    margin = _NEAR_A_BOUND * (high - low)
-    return (values <= low + margin) | (values >= high - margin)
 
 
 def _histogram(values: Tensor) -> NDArray[np.int64]:

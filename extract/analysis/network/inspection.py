@@ -500,9 +500,7 @@ def _leaves(names: set[str]) -> set[str]:
 
 def _parameters(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
     """Return the parameters that these layers own directly, each once."""
-    wanted, owned, seen = set(names), {}, set()
-    for name, parameter in named_parameters(model).items():
-        if name.rpartition(".")[0] in wanted and id(parameter) not in seen:
-            seen.add(id(parameter))
-            owned[name] = parameter
-    return owned
+    wanted = set(names)
+    owned = {name: value for name, value in named_parameters(model).items() if name.rpartition(".")[0] in wanted}
+    first = {id(value): name for name, value in reversed(owned.items())}
+    return {name: value for name, value in owned.items() if first[id(value)] == name}

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -132,13 +131,11 @@ class _Monitor:
         self._handle = self._model.register_forward_pre_hook(ModelBoundHook(self._on_forward, {}))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: Any) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-        self._close(kind, error, traceback)
+        self._close(*failure)
 
     def _close(self, *failure: Any) -> None:
         """End the monitored step, if any: its backward pass is over, and the taps pass on the record."""

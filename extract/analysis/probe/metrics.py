@@ -74,11 +74,9 @@ def classification_metrics(
     known = truth >= 0
     hits = {f"top{n}": known & (before < n) for n in (1, 5) if n == 1 or k > n}
     classes, n_classes = _all_classes(truth, k)
-    losses = None
-    if probabilities is not None:
-        # Computed from the scores: float32 cannot represent a probability of 1e-50.
-        above = scores.astype(np.float64) - own
-        losses = np.where(known, np.logaddexp.reduce(above, axis=1), np.nan)
+    # Computed from the scores: float32 cannot represent a probability of 1e-50.
+    above = scores.astype(np.float64) - own
+    losses = None if probabilities is None else np.where(known, np.logaddexp.reduce(above, axis=1), np.nan)
 
     def compute(rows: NDArray[np.int64] | slice) -> dict[str, float]:
         values = {} if losses is None else {"log_loss": _mean(losses[rows])}
@@ -89,6 +87,9 @@ def classification_metrics(
     drawn = bootstrap(compute, count, seed, RESAMPLES)
     if losses is not None:
         metrics["log_loss"] = drawn["log_loss"]
+        n_wrong = count - int(hits["top1"].sum())
+        if n_wrong < _FEW_ERRORS and metrics["log_loss"].method:
+            metrics["log_loss"] = too_narrow(metrics["log_loss"], f"only {n_wrong} rows are wrong")
     n, recall, *_ = _by_class(classes, n_classes, predicted)
     present = n > 0
     rows = effective_rows(n[present], recall[present])
@@ -99,9 +100,6 @@ def classification_metrics(
         for name in ("balanced_accuracy", "macro_f1"):
             metrics[name] = too_narrow(metrics[name], f"a class has only {smallest} test rows")
     if probabilities is not None:
-        n_wrong = count - int(hits["top1"].sum())
-        if n_wrong < _FEW_ERRORS and metrics["log_loss"].method:
-            metrics["log_loss"] = too_narrow(metrics["log_loss"], f"only {n_wrong} rows are wrong")
         confidence = probabilities.max(1).astype(np.float64)
         # No interval: resampling rows makes this error larger, so that the interval often lay above the estimate. On
         # 100 rows, a calibrated probe has 0.05; so the mean of such a probe stands beside it.
@@ -483,9 +481,8 @@ def rank_test(values: ArrayLike) -> RankTest:
 
 def ranks_of(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the ranks (K,) of values (K,), the largest first; equal values share the mean of their ranks."""
-    larger = (values[:, None] < values).sum(1)
-    ranks: NDArray[np.float64] = larger + (1 + (values[:, None] == values).sum(1)) / 2
-    return ranks
+    _, place, counts = np.unique(-values, return_inverse=True, return_counts=True)
+    return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[place])
 
 
 def _above(spans: NDArray[np.float64], count: int) -> NDArray[np.float64]:

@@ -164,9 +164,8 @@ def dinov2_logreg(train: Labelled, val: Labelled | None, settings: Settings) -> 
     the default here. Validation rows, if given, are added to the training rows.
     """
     all_rows = train if val is None else train + val
-    return _refit(
-        _on_validation(*held_out(all_rows, None, settings), settings), settings, 10 ** np.linspace(-6, 5, 45), "C"
-    )
+    choice = _on_validation(*held_out(all_rows, None, settings), settings)
+    return _refit(choice, settings, 10 ** np.linspace(-6, 5, 45), "C")
 
 
 def clip(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
@@ -200,7 +199,7 @@ def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
         )
         return votes, None  # shares of votes are not probabilities: most are exactly 0
 
-    notes = _note_on_few_rows(len(validation), validation.n_groups)
+    notes = _note_on_few_rows(validation)
     return Fitted(scores, len(neighbours), "k", k, curve, len(validation), chosen_on, threshold=0.5, notes=notes)
 
 
@@ -257,7 +256,7 @@ def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     scaling = Scaling.of(settings.scaling, all_rows.rows)
     weights, biases = fit_ridge(all_rows.rows.scaled(scaling), all_rows.targets, [alpha])
     model = LinearProbe(weights[0], biases[0], settings.classes, settings.task, scaling, has_probabilities=False)
-    notes = _note_on_range("alpha", alpha, curve) + _note_on_few_rows(len(validation), validation.n_groups)
+    notes = _note_on_range("alpha", alpha, curve) + _note_on_few_rows(validation)
     return Fitted(_scorer(model), len(all_rows), "alpha", alpha, curve, len(validation), chosen_on, model, notes=notes)
 
 
@@ -392,16 +391,14 @@ class _Choice:
     Attributes:
         compare: evaluates values of C.
         all_rows: rows of the final fit.
-        n_val: number of rows used for the choice.
-        n_groups: number of their groups.
+        judged: rows used for the choice.
         chosen_on: these rows, in words.
         folds: whether the comparison is on folds, by fits until predictions have settled.
     """
 
     compare: Compare
     all_rows: Labelled
-    n_val: int
-    n_groups: int
+    judged: Labelled
     chosen_on: str
     folds: bool = False
 
@@ -432,7 +429,7 @@ def _on_validation(
                 probes[strength] = LinearProbe(weights, biases, settings.classes, settings.task, scaling)
         return score_on_validation(fit.weights, fit.biases, rows, val.targets, settings.task)
 
-    return _Choice(compare, train + val, len(val), val.n_groups, chosen_on)
+    return _Choice(compare, train + val, val, chosen_on)
 
 
 def _on_folds(train: Labelled, settings: Settings) -> _Choice:
@@ -442,9 +439,8 @@ def _on_folds(train: Labelled, settings: Settings) -> _Choice:
         InputError: no class has two training rows, or two groups of them.
     """
     folds = _folds(train, settings.seed)
-    is_left_out = folds[:, 0] >= 0
-    n_val = int(is_left_out.sum())
-    if not n_val:
+    judged = train.subset(np.flatnonzero(folds[:, 0] >= 0))
+    if not len(judged):
         raise _nothing_to_choose_on(train, "no class has two {}, so no row can be held out")
     problem, _ = _problem(train, settings)
 
@@ -452,8 +448,7 @@ def _on_folds(train: Labelled, settings: Settings) -> _Choice:
         return [score_left_out(scores, train.targets, settings.task, folds)
                 for scores in problem.left_out_scores(strengths, folds)]  # fmt: skip
 
-    n_groups = len(np.unique(train.grouping[1][is_left_out]))
-    return _Choice(compare, train, n_val, n_groups, train.in_words(_folds_in_words(folds)), folds=True)
+    return _Choice(compare, train, judged, train.in_words(_folds_in_words(folds)), folds=True)
 
 
 def _folds(train: Labelled, seed: int) -> NDArray[np.int64]:
@@ -522,11 +517,11 @@ def _refit(choice: _Choice, settings: Settings, strengths: NDArray[np.float64] |
     if swept == "lambda":
         curve, chosen = [(1 / c, value) for c, value in reversed(curve)], 1 / chosen
     notes = _note_on_scale(swept, problem.deviation, largest * len(choice.all_rows))
-    notes += _note_on_range(swept, chosen, curve) + _note_on_few_rows(choice.n_val, choice.n_groups)
+    notes += _note_on_range(swept, chosen, curve) + _note_on_few_rows(choice.judged)
     if not fit.converged[0]:
         notes.append(_note_on_iterations(f"{swept} = {chosen:.3g}", int(fit.iterations[0]), bool(fit.separated[0])))
     return Fitted(
-        _scorer(model), len(choice.all_rows), swept, chosen, curve, choice.n_val, choice.chosen_on, model,
+        _scorer(model), len(choice.all_rows), swept, chosen, curve, len(choice.judged), choice.chosen_on, model,
         objective=float(fit.objectives[0]), notes=notes,
     )  # fmt: skip
 
@@ -574,10 +569,10 @@ def _note_on_range(swept: str, chosen: float, curve: Sequence[tuple[float, float
     return [f"{swept} = {chosen:.3g} is at the end of its range"] if chosen in (min(values), max(values)) else []
 
 
-def _note_on_few_rows(rows: int, groups: int) -> list[str]:
+def _note_on_few_rows(judged: Labelled) -> list[str]:
     """Return a note if the choice is made on fewer than 50 rows, or groups of rows."""
-    what = f"{rows} rows" if rows == groups else f"{groups} groups of rows"
-    return [f"chosen on only {what}"] if groups < _FEW_ROWS else []
+    noun = "rows" if len(judged) == judged.n_groups else "groups of rows"
+    return [f"chosen on only {judged.n_groups} {noun}"] if judged.n_groups < _FEW_ROWS else []
 
 
 def fit_ridge(
