@@ -228,11 +228,10 @@ def _scan(
         if k <= len(block) and bool(torch.isinf(least).any()):
             least = torch.maximum(least, cosines.topk(k, 1)[0][:, -1])
         near = (cosines >= (least - margin)[:, None]) & good
-        query_numbers, row_numbers = near.nonzero(as_tuple=True)
+        query_numbers, row_numbers = (numbers.to(home) for numbers in near.nonzero(as_tuple=True))
         if not len(query_numbers):
             continue
         if exact:
-            query_numbers, row_numbers = query_numbers.cpu(), row_numbers.cpu()
             pairs = query_numbers.numpy(), row_numbers.numpy()
             values = torch.from_numpy(_exact_cosines(unit, block, *pairs, memory_bytes))
         else:
