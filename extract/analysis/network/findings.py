@@ -67,6 +67,10 @@ _UNIFORM = 1e-3
 _LOST = 1e-5
 
 
+def _names(tensors: Iterable[TensorReport]) -> tuple[str, ...]:
+    return tuple(tensor.name for tensor in tensors)
+
+
 def broken_inputs(evidence: Evidence, explained: set[str]) -> list[Finding]:
     """Find inputs with values that are not finite."""
     broken = evidence.inputs.broken
@@ -85,10 +89,6 @@ def equal_inputs(evidence: Evidence, explained: set[str]) -> list[Finding]:
     value = f", and all values are {least:.3g}" if least == inputs.values.max else ""
     text = f"all {inputs.count:,} inputs are equal{value}: nothing that depends on the input can be judged"
     return [Finding("equal inputs", "input", text, layers=_names(evidence.tensors))]
-
-
-def _names(tensors: Iterable[TensorReport]) -> tuple[str, ...]:
-    return tuple(tensor.name for tensor in tensors)
 
 
 def input_scale(evidence: Evidence, explained: set[str]) -> list[Finding]:
@@ -379,7 +379,7 @@ def dead_channels(evidence: Evidence, explained: set[str]) -> list[Finding]:
     if lost:  # dead channels are the first sign of a signal that fades
         text = f"{text}, and from {lost[0]} on, nothing depends on the input"
     grave = bool(lost) or dead_in_all >= _GRAVE_PART * in_all
-    others = tuple(name for name in _names(evidence.tensors) if name in {*names, *lost})
+    others = tuple(name for name in _names(evidence.tensors) if name in names or name in lost)
     return [Finding("dead", first.tensor.name, text, grave, others)]
 
 
