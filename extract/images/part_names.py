@@ -21,12 +21,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError
 
 __all__ = [
-    "VIEWS", "FileNames", "Part", "Window", "file_of", "fragment_of", "has_boxes", "has_parts", "part_of",
+    "VIEWS", "FileNames", "Part", "Window", "file_of", "fragment_of", "has_boxes", "has_parts", "part_hash", "part_of",
     "time_name", "window_name", "windows_of",
 ]  # fmt: skip
 
@@ -138,6 +139,11 @@ def file_of(name: str) -> str:
     """Return the path of the file that a row is of: the name without its fragment."""
     fragment = fragment_of(name)
     return name[: -len(fragment) - 1] if fragment else name
+
+
+def part_hash(digest: bytes, fragment: bytes) -> bytes:
+    """Return the hash of a part of a file, given that of the file's bytes; without a fragment, of the whole file."""
+    return xxhash.xxh3_128_digest(digest + fragment) if fragment else digest
 
 
 def has_parts(names: Sequence[str]) -> bool:

@@ -10,7 +10,7 @@ import xxhash
 from PIL import Image
 
 from extract.images.decoding import AS_DEFAULT, NOTE, SLIDE_SUFFIXES, VIDEO_SUFFIXES, DecodeOptions
-from extract.images.part_names import FileNames, Part, Window, file_of, fragment_of, has_parts, part_of
+from extract.images.part_names import FileNames, Part, Window, file_of, fragment_of, has_parts, part_hash, part_of
 from extract.images.pyramids import Pyramid, is_read_in_regions, open_pyramid
 from extract.images.sources import ImageSource, OnDisk, PackedNames, Whole, suffix_of
 from extract.images.videos import Video
@@ -174,8 +174,7 @@ class Parts(ImageSource):
             if isinstance(data, OnDisk) and data.path.lower().endswith(_OF_SEVERAL_FILES):
                 digest = xxhash.xxh3_128_digest(digest + self.pyramid(data).identity.encode())
             self._hashed = data, digest
-        fragment = fragment_of(self._names[row])
-        return xxhash.xxh3_128_digest(digest + fragment.encode()) if fragment else digest
+        return part_hash(digest, fragment_of(self._names[row]).encode())
 
     def check_there(self) -> None:
         """See `ImageSource`."""
