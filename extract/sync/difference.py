@@ -302,11 +302,10 @@ def _match_by_hash(
 
     A file can equal a stored image only if their sizes are equal; no other file is hashed.
     """
-    resolved: list[Resolved] = []
-    todo: list[Row] = []
+    resolved, todo = list[Resolved](), list[Row]()
     files = list(dict.fromkeys(row.file for row in rows))
     sizes = np.array([file.size for file in files], np.int64)
-    by_hash = _records_by_hash(array, sizes)
+    by_hash = _records_by_hash(array, sizes, retry_before_ns)
     may_be_stored = (sizes >= 0) & np.isin(sizes, array["size"][list(by_hash.values())])
     to_hash = [file for file, may_be in zip(files, may_be_stored.tolist(), strict=True) if may_be]
     contents: dict[bytes, bytes | None] = {}
@@ -320,18 +319,20 @@ def _match_by_hash(
             continue
         content, fragment = contents.get(row.file.path), row.name[len(row.file.path) + 1 :]
         record = by_hash.get(part_hash(content, fragment)) if content is not None else None
-        if record is not None and (
-            array["status"][record] == Status.OK or array["tried_ns"][record] >= retry_before_ns
-        ):
+        if record is not None:
             resolved.append(Resolved(row, record))
         else:
             todo.append(row)
     return resolved, todo, moved
 
 
-def _records_by_hash(array: NDArray[Any], sizes: NDArray[np.int64]) -> dict[bytes, int]:
-    """Return hash -> index of a record with it, of images of these sizes; preferably one that has not failed."""
-    possible = np.flatnonzero(np.isin(array["size"], sizes) & (array["hash"] != NO_HASH))
+def _records_by_hash(array: NDArray[Any], sizes: NDArray[np.int64], retry_before_ns: int) -> dict[bytes, int]:
+    """Return hash -> index of a record with it, of images of these sizes; preferably one that has not failed.
+
+    A record that has failed before `retry_before_ns` is none.
+    """
+    counts = (array["status"] == Status.OK) | (array["tried_ns"] >= retry_before_ns)
+    possible = np.flatnonzero(np.isin(array["size"], sizes) & (array["hash"] != NO_HASH) & counts)
     failed = array["status"][possible] != Status.OK
     preferred = possible[np.lexsort((array["tried_ns"][possible], ~failed))]  # the best last: it replaces the others
     return dict(zip(array["hash"][preferred].tolist(), preferred.tolist(), strict=True))

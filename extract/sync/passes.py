@@ -349,8 +349,7 @@ class Pass:
         report.deleted = n_gone - report.renamed + n_emptied
         report.unchanged = n_files - n_gone - n_emptied - report.changed
         if self.dry_run:
-            todo = [row for row in found.todo if row.file.path not in late]
-            report.rows = records.n_rows - int(replaced.sum()) + len(resolved) + len(todo)
+            report.rows = records.n_rows - int(replaced.sum()) + len(resolved) + len(found.todo)
             report.version = self._published_number()
             return
         if replaced.any() or resolved:
@@ -412,9 +411,7 @@ class Pass:
         from extract.extraction.run import extract
 
         number, names = records.next_pass(self.out), {os.fsdecode(row.name) for row in found.todo}
-        images = found.listed
-        if len(names) < len(images):
-            images = images.select([i for i, name in enumerate(images.paths) if name in names])
+        images = found.listed.select([i for i, name in enumerate(found.listed.paths) if name in names])
         plan = self.plan_for(images, pass_folder(self.out, number))
         self._check_fits(records, plan.dataset)
         self._check_versions(records, plan)

@@ -90,10 +90,9 @@ class Scan:
 def has_changed(root: str, file: ScannedFile) -> bool:
     """Return whether a file differs from what a scan saw of it."""
     try:
-        return _scanned(file.path, os.stat(os.path.join(os.fsencode(root), file.path))) != file  # noqa: PTH116, PTH118
-    except OSError as error:
-        is_gone = isinstance(error, _GONE) or error.errno == errno.ELOOP
-        return not is_gone or file.size != NO_FILE
+        return _scanned(file.path, os.stat(os.path.join(root, os.fsdecode(file.path)))) != file  # noqa: PTH116, PTH118
+    except OSError:  # for a dangling link as before
+        return file.size != NO_FILE
 
 
 def _scanned(path: bytes, file_stat: os.stat_result) -> ScannedFile:

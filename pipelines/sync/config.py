@@ -26,7 +26,7 @@ __all__ = ["ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file
 _OF_BOXES = {field.name for field in fields(BoxSettings)}
 
 
-class SyncConfig(FeaturesConfig, DerivedPartKeys):
+class SyncConfig(DerivedPartKeys, FeaturesConfig):
     """Configuration of a data set and the folder that it follows."""
 
     settle: Seconds = Field(
