@@ -142,7 +142,7 @@ class ScannedFolder:
         n_files: number of files.
         candidates: files that are new, may have changed, or have failed and are due for a retry.
         gone: (N,) whether each record is that of a file which the scan did not see.
-        is_first: (N,) whether each record is the first of a file.
+        is_first: (N,) whether each record is the first of a file, of which it may have several.
         scanned_ns, ended_ns: when the scan began and ended.
     """
 
@@ -260,8 +260,9 @@ def difference(
     new = {candidate.file.path for candidate in candidates if not candidate.records}
     for (_, file), record in resolved:
         content = array["hash"][record].item()
-        if file.path in new and gone_hashes[content] > 0:  # of parts, the first in one file and in the other
+        if file.path in new and gone_hashes[content] > 0:  # of parts, that of one tells
             gone_hashes[content] -= 1
+            new.remove(file.path)
             renamed.add(file.path)
     # A dangling link whose target was an image counts as a vanished file.
     dangling = sum(
@@ -279,7 +280,7 @@ def _without_unreadable(root: str, records: Records, candidates: list[Candidate]
         for candidate in candidates
         if candidate.unchanged and candidate.file.size >= 0 and not without_hash.isdisjoint(candidate.records)
     ]
-    hashes = _hashes_of(root, unread, is_limited=not records.has_parts)  # slides and videos may have any size
+    hashes = _hashes_of(root, unread, is_limited=not records.parts)  # slides and videos may have any size
     unreadable = {file for file, content in zip(unread, hashes, strict=True) if content is None}
     return [candidate for candidate in candidates if candidate.file not in unreadable]
 

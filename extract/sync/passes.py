@@ -237,24 +237,15 @@ class Pass:
                 if version is None or number not in version.passes:  # no reader needs it
                     shutil.rmtree(pass_folder(self.out, number), ignore_errors=True)
 
-    @property
-    def _configuration(self) -> dict[str, Any]:
-        """The configuration with the parts that are asked for."""
-        return self.configuration | ({"parts": self.parts.asked()} if self.parts else {})
-
     def _check_parts(self, records: Records) -> None:
         """Check that the stored rows are the requested parts of files.
 
         Raises:
             InputError: they are others.
         """
-        stored, asked = records.configuration.get("parts", {}), self._configuration.get("parts", {})
-        changed = differences(stored, asked) if records.configuration else []
-        if records.made_again:  # the settings are lost; what is examined now gets the parts that are asked for
-            good = records.array["path"][records.of_files & (records.array["status"] == Status.OK)]
-            are_parts = {bool(fragment_of(os.fsdecode(name))) for name in good.tolist()}
-            changed = ["parts of files, and whole files"] if are_parts - {bool(asked)} else []
-        self._refuse("parts of files", changed)
+        asked = self.parts.asked() if self.parts else {}
+        self._refuse("parts of files", differences(records.parts, asked) if self.published else [])
+        records.parts = asked
 
     def _check_configuration(self, records: Records) -> None:
         """Check that the requested features match the stored features, if the configuration has changed.
@@ -262,12 +253,12 @@ class Pass:
         Raises:
             InputError: they differ.
         """
-        if records.configuration == self._configuration:
+        if records.configuration == self.configuration:
             return
         if self.published is not None or len(records.array):
             sample = self._images([b"x#xywh=0,0,1,1" if self.parts else b"x"])
             self._check_fits(records, self.plan_for(sample, self.out / "passes" / "none").dataset)
-        records.set_settings(configuration=self._configuration)
+        records.set_settings(configuration=self.configuration)
 
     def _check_fits(self, records: Records, dataset: DataSet) -> None:
         stored = self.published

@@ -65,6 +65,8 @@ class Records:
         configuration: the requested settings of the features.
         versions: library versions of the last computation.
         last_pass: highest number that a pass had.
+        parts: settings of the parts of files that rows are; empty: rows are whole files. They are in `dataset.json`,
+            since they must not be lost with the table.
         made_again: why the records were made again from the passes; empty if they were read.
         changed: whether they differ from those of the published version.
     """
@@ -73,6 +75,7 @@ class Records:
     configuration: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
     last_pass: int = 0
+    parts: dict[str, Any] = field(default_factory=dict)
     made_again: str = ""
     changed: bool = False
 
@@ -83,28 +86,20 @@ class Records:
         return of_files
 
     @property
-    def has_parts(self) -> bool:
-        """Whether rows may be parts of files; False if they are not."""
-        return bool(self.made_again) or "parts" in self.configuration
-
-    @property
     def files(self) -> NDArray[np.bytes_]:
         """(N,) path of the file of each record; of a row that no file needs, empty."""
         paths: NDArray[np.bytes_] = self.array["path"]
-        if not self.has_parts:
-            return paths
-        return _files_of_rows(paths)
+        return _files_of_rows(paths) if self.parts else paths
 
     def by_file(self) -> tuple[NDArray[np.int64], NDArray[np.bytes_], NDArray[np.int64]]:
-        """Return the order of the records by file and name, the files, ascending, and where those of each begin.
+        """Return the order of the records by file, the files, ascending, and where the records of each begin.
 
         The last value is (F + 1,): the records of file i are `order[begins[i] : begins[i + 1]]`.
         """
         files = self.files
-        if not self.has_parts:
-            order = np.argsort(files, kind="stable")
+        order = np.argsort(files, kind="stable")
+        if not self.parts:
             return order, files[order], np.arange(len(files) + 1)
-        order = np.lexsort((self.array["path"], files))
         distinct, begins = np.unique(files[order], return_index=True)
         return order, distinct, np.append(begins, len(order))
 
@@ -232,6 +227,7 @@ def load(out: Path, published: DataSet | None, now_ns: int) -> Records:
         except FileNotFoundError:
             records = Records(made_again="the table of the version is missing")
         assert published.version is not None
+        records.parts = published.images.get("parts", {})
         records.last_pass = max([records.last_pass, *published.version.passes])
         if records.made_again:
             # The highest number is not known, and a pickled reader of a removed pass must not find another of its name.
@@ -363,6 +359,7 @@ def publish(out: Path, root: str, records: Records, published: DataSet | None) -
         number = 1 + (published.version.number if published and published.version else 0)
         rows_xxh3 = write_table(out, number, _columns(records, files, unused))
         images = {"root": root, "count": len(files), "paths_xxh3": texts_hash(in_pieces(np.sort(files["path"])))}
+        images |= {"parts": records.parts} if records.parts else {}
         version = Version(number, rows_xxh3, tuple(passes))
         shard_rows = shard_rows_for(template.features)
         published = DataSet(out, template.depends_on, template.features, images, shard_rows, version)

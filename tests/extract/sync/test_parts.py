@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -17,7 +18,9 @@ import pytest
 from extract import FeatureReader, InputError, defaults
 from extract.extraction import pipeline
 from extract.extraction.settings import ExtractionSettings
+from extract.images import part_source
 from extract.images.part_names import file_of
+from extract.images.part_source import Parts
 from extract.images.parts import listing
 from extract.store.format.dataset import DataSet
 from extract.store.format.version import table_path
@@ -247,13 +250,19 @@ def test_other_parts_are_refused_also_where_the_records_are_lost(home: Home) -> 
     version = DataSet.open(home.out).version
     assert version is not None
     table_path(home.out, version.number).write_bytes(b"damaged")
+    with pytest.raises(InputError, match="tiles: stored 4, now nothing"):
+        home.sync(parts=None)
     assert home.sync().computed == 9
     home.check()
     whole = Home(home.path / "whole")
     whole.root = home.root
     whole.sync(parts=None)
-    with pytest.raises(InputError, match="holds other parts of files"):
+    with pytest.raises(InputError, match="tiles: stored nothing, now 4"):
         whole.sync()
+    table_path(whole.out, 1).unlink()
+    with pytest.raises(InputError, match="tiles: stored nothing, now 4"):
+        whole.sync()
+    assert "parts" not in DataSet.open(whole.out).images
 
 
 def test_rows_of_broken_and_unreadable_files(home: Home) -> None:
@@ -275,6 +284,31 @@ def test_rows_of_broken_and_unreadable_files(home: Home) -> None:
     (home.root / "b/5.ppm").unlink()
     with pytest.raises(VanishedError, match="2 of 8 images are gone"):  # files, not rows
         home.sync(guards=Guards(0, 0.2))
+
+
+def test_a_part_that_could_not_be_read_is_tried_again_without_the_others(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.write("a/new.ppm", picture(50))
+    home.plan_for = planner()  # batches of 4
+    broken, read = {"a/new.ppm#xywh=3,3,4,4"}, Parts.read
+
+    def read_others(source: Parts, row: int) -> Any:
+        if source._names[row] in broken:
+            raise OSError(5, "Input/output error")
+        return read(source, row)
+
+    monkeypatch.setattr(Parts, "read", read_others)
+    report = home.sync()
+    assert (report.added, report.computed, report.failed) == (1, 9, 1)
+    home.ahead_ns = 10**10
+    assert home.sync().failed == 1  # now all is settled
+    broken.clear()
+    assert (home.sync().failed, home.planned) == (1, [])
+    home.ahead_ns = 10**11  # after a minute, a read is tried again
+    report = home.sync()
+    assert (report.changed, report.computed, report.failed) == (1, 1, 0)
+    home.check()
 
 
 def test_a_table_leaves_out_files_with_all_of_their_parts(home: Home) -> None:
@@ -326,6 +360,15 @@ def test_slides_that_are_read_in_regions_and_views(tmp_path: Path, monkeypatch: 
     (slides.root / "a.tif").rename(slides.root / "b.tif")
     report = slides.sync()
     assert (report.renamed, report.failed, slides.planned) == (1, 0, [])
+    slides.check()
+    slides.ahead_ns = 10**11
+    slides.sync()  # "b.tif" is settled
+    tifffile.imwrite(slides.root / "c.tif", np.ones((32, 32, 3), np.uint8))
+    with monkeypatch.context() as broken:
+        broken.setattr(part_source, "OnDisk", Mock(side_effect=OSError(5, "Input/output error")))
+        assert slides.sync().failed == 1
+    slides.ahead_ns = 10**12
+    assert (slides.sync().computed, slides.files_planned) == (1, ["c.tif"])
     slides.check()
     views.write("a.ppm", picture(0))
     assert views.sync().rows == 2
