@@ -174,7 +174,7 @@ def _write(
     compress = compressions[0] if compressions and compressions[0] in COMPRESSIONS else None
     old_dataset = DataSet.open(folder.with_name(f"{passes[0]:06d}"))
     images = {
-        "root": old_dataset.images["root"],
+        **{name: value for name, value in old_dataset.images.items() if name in ("root", "parts")},
         "count": len(paths),
         "paths_xxh3": texts_hash([paths]),
     }

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,8 +173,8 @@ class Pass:
     def _run(self, records: Records) -> None:
         if records.made_again:
             self.report.notes.append(f"the records of files were made again from the passes: {records.made_again}")
-        self._check_parts(records)
         self._repair_passes(records)
+        self._check_parts(records)
         scan = Scan(self.root, suffixes_of(self.parts))
         files = scan.files()
         if self.without is not None:
@@ -244,7 +244,8 @@ class Pass:
             InputError: they are others.
         """
         asked = self.parts.asked() if self.parts else {}
-        self._refuse("parts of files", differences(records.parts, asked) if self.published else [])
+        stored = self._stored(records)
+        self._refuse("parts of files", differences(stored.images.get("parts", {}), asked) if stored else [])
         records.parts = asked
 
     def _check_configuration(self, records: Records) -> None:
@@ -261,10 +262,14 @@ class Pass:
         records.set_settings(configuration=self.configuration)
 
     def _check_fits(self, records: Records, dataset: DataSet) -> None:
-        stored = self.published
-        if stored is None and records.passes:  # of a first pass that was not published
-            stored = DataSet.open(pass_folder(self.out, records.passes[0]))
+        stored = self._stored(records)
         self._refuse("features", differences(stored.depends_on, dataset.depends_on) if stored else [])
+
+    def _stored(self, records: Records) -> DataSet | None:
+        """Return the published data set, or that of a first pass that was not published."""
+        if self.published is None and records.passes:
+            return DataSet.open(pass_folder(self.out, records.passes[0]))
+        return self.published
 
     def _refuse(self, what: str, changed: list[str]) -> None:
         if changed:
@@ -404,6 +409,9 @@ class Pass:
         number, names = records.next_pass(self.out), {os.fsdecode(row.name) for row in found.todo}
         images = found.listed.select([i for i, name in enumerate(found.listed.paths) if name in names])
         plan = self.plan_for(images, pass_folder(self.out, number))
+        if records.parts:
+            of_parts = replace(plan.dataset, images=plan.dataset.images | {"parts": records.parts})
+            plan = replace(plan, dataset=of_parts)
         self._check_fits(records, plan.dataset)
         self._check_versions(records, plan)
         self.on_plan(plan, len(names))

@@ -214,6 +214,22 @@ def test_a_pass_that_was_killed_is_resumed_without_computing_a_row_again(home: H
     home.check()
 
 
+def test_a_first_pass_that_was_stopped_is_not_continued_with_other_parts(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.write("a.ppm", picture(0))
+    home.write("b.ppm", picture(1))
+    home.plan_for = planner()  # batches of 4
+    calls = iter([False] * 3)
+    report = home.sync(stop=lambda: next(calls, True))
+    assert (report.stopped, report.version) == (True, 0)
+    for parts in (ExtractionSettings(tiles=6), None):
+        with pytest.raises(InputError, match="holds other parts of files"):
+            home.sync(parts=parts)
+    report = home.sync()
+    assert 0 < report.computed < report.rows == 18
+    home.check()
+
+
 def test_a_file_of_which_a_row_was_lost_gets_it_again(home: Home) -> None:
     home.ahead_ns = 10**13
     home.sync()  # all files are settled
