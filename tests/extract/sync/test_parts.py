@@ -147,7 +147,7 @@ def test_a_dry_run_tells_what_a_pass_then_does(home: Home) -> None:
     home.check()
 
 
-@pytest.mark.parametrize("when", ["listed", "read", "computed"])
+@pytest.mark.parametrize("when", ["listed", "computed"])
 def test_a_file_that_changes_during_a_pass_waits_with_all_of_its_parts(
     home: Home, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -165,8 +165,6 @@ def test_a_file_that_changes_during_a_pass_waits_with_all_of_its_parts(
 
     if when == "listed":
         monkeypatch.setattr(listing, "parts_of", replaced_before(listing.parts_of))
-    elif when == "read":
-        monkeypatch.setattr(home, "plan_for", replaced_before(home.plan_for))
     else:
         calls, original = [], pipeline.rows_of
 
