@@ -91,7 +91,7 @@ def has_changed(root: str, file: ScannedFile) -> bool:
     """Return whether a file differs from what a scan saw of it."""
     try:
         return _scanned(file.path, os.stat(os.path.join(root, os.fsdecode(file.path)))) != file  # noqa: PTH116, PTH118
-    except OSError:  # for a dangling link as before
+    except OSError:  # a dangling link has not changed
         return file.size != NO_FILE
 
 
