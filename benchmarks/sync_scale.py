@@ -163,7 +163,7 @@ def run_pass(home: Path, count: int, counts: dict[str, int]) -> dict[str, Any]:
         plan_for = planner(layers=["fc"], shard_rows=None, batch_size=64)
     Scan.files = lambda _: folder.files()  # type: ignore[method-assign]
     before = round(peak_mb())
-    report = Pass(os.fspath(folder.root), home / "out", plan_for, CONFIGURATION, GUARDS).run()
+    report = Pass(os.fspath(folder.root), home / "out", plan_for, CONFIGURATION, guards=GUARDS).run()
     assert ("torch" in sys.modules) == ("add" in counts)
     names = ("added", "changed", "renamed", "deleted", "computed", "rows", "version")
     return {"peak_before_mb": before, **{name: getattr(report, name) for name in names}, "notes": report.notes}

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from extract.analysis.probe.feature_matrix import FeatureRows, Labelled
 from extract.analysis.probe.metrics import Estimate, resampled
-from extract.analysis.probe.probing import MOST_IN_A_TABLE, ProbeResult, probe_device
+from extract.analysis.probe.probing import MOST_IN_A_TABLE, ProbeResult, probe_resources
 from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Scorer, Settings
 from extract.errors import InputError, unknown_name
 from extract.store.tokens.token_array import TokenArray
-from extract.system.free_memory import free_bytes
 
 __all__ = ["DEPTH", "SEGMENTATION", "depth_probe", "segmentation_probe"]
 
@@ -106,8 +105,8 @@ class DenseProbe:
         self.learned = np.union1d(self.train, self.val)
         self.fitted, self.left_out, self._chosen_on = with_validation(self.train, self.val, seed)
         self._settings = Settings(
-            "classification", np.array([]), self._definition.scaling, False, seed, probe_device(device),
-            free_bytes() // 2 if memory_bytes is None else memory_bytes,
+            "classification", np.array([]), self._definition.scaling, False, seed,
+            *probe_resources(device, memory_bytes),
         )  # fmt: skip
 
     def fit_tokens(

@@ -13,21 +13,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import cross_entropy, pad
 
+from extract.analysis.dataset_diff import distinct_images, image_hashes
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.probe.logistic import LogisticRegression
 from extract.analysis.probe.nearest_rows import MEMORY_BYTES, Neighbours, layer_to_search, nearest
-from extract.analysis.probe.probing import probe_device
+from extract.analysis.probe.probing import probe_resources
 from extract.analysis.probe.protocols import N_FOLDS, stratified_folds
 from extract.analysis.row_groups import components, row_groups
 from extract.errors import unknown_name
 from extract.row_status import Status
 from extract.store.reader import FeatureArray, FeatureReader
-from extract.system.free_memory import free_bytes
 
 __all__ = [
-    "KINDS", "LABELS_DIFFER", "QUICK_PRODUCTS", "Finding", "K", "SimilarImages", "confident_classes", "copies",
-    "findings", "left_out_probabilities", "map_neighbours", "near_duplicate_cosine", "outlier_cosine", "similar_images",
+    "KINDS", "LABELS_DIFFER", "QUICK_PRODUCTS", "Finding", "K", "SimilarImages", "confident_classes", "findings",
+    "left_out_probabilities", "map_neighbours", "near_duplicate_cosine", "outlier_cosine", "similar_images",
 ]  # fmt: skip
 
 KINDS = ("failed", "copy across splits", "copy", "near-duplicate", "suspect label", "outlier")
@@ -113,7 +114,7 @@ def findings(
     table = [
         Finding("failed", row, path, meaning=f"{status}: {reason}") for row, path, status, reason in reader.failures
     ]
-    good, hashes = np.flatnonzero(reader.status == Status.OK), reader.column("source_hash")
+    good = np.flatnonzero(reader.status == Status.OK)
     suspect_labels = list[Finding]()
     if len(good) and not set(kinds).isdisjoint(_BY_FEATURES):
         array = reader[layer_to_search(reader.layers, layer, "the data set")]
@@ -121,9 +122,9 @@ def findings(
         if "suspect label" in kinds and len(labelled):
             suspect_labels = _suspect_labels(reader, FeatureRows.of(array, labelled), labelled, seed)
     suspects = {found.row for found in suspect_labels}
-    n_groups = 0
-    for number, group in enumerate(copies(hashes, good)):
-        n_groups, kind = number + 1, "copy across splits" if len({reader.splits[row] for row in group}) > 1 else "copy"
+    groups = _copies(reader)
+    for number, group in enumerate(groups):
+        kind = "copy across splits" if len({reader.splits[row] for row in group}) > 1 else "copy"
         group = sorted(group, key=suspects.__contains__)
         others = [group[1], *[group[0]] * (len(group) - 1)]
         meaning = "the bytes are the same" + _differing(reader, group)
@@ -131,8 +132,8 @@ def findings(
             paths = reader.paths[row], reader.paths[other]
             table.append(Finding(kind, row, *paths, 1.0, meaning, number, row == group[0]))
     if len(good) and ("near-duplicate" in kinds or "outlier" in kinds):
-        similar = neighbours or similar_images(array, hashes, good, seed)
-        table += _near_duplicates(reader, similar, picture_size, n_groups, suspects) + _outliers(reader, similar)
+        similar = neighbours or similar_images(reader, array, seed)
+        table += _near_duplicates(reader, similar, picture_size, len(groups), suspects) + _outliers(reader, similar)
     table += suspect_labels
     class_of = [*reader.classes, ""]
     table = [replace(found, label=class_of[reader.labels[found.row]]) for found in table if found.kind in kinds]
@@ -157,28 +158,26 @@ def _near_duplicates(
         return []
     pairs, cosines = similar.pairs()
     pairs, cosines = pairs[cosines >= threshold], cosines[cosines >= threshold]
-    rows, ends = np.unique(pairs, return_inverse=True)
-    ends, members = ends.reshape(-1, 2), dict[int, list[int]]()
-    for place, group in enumerate(components(ends, len(rows)).tolist()):
-        members.setdefault(group, []).append(place)
-    best: dict[int, tuple[int, float]] = {}  # place -> its nearest place, and their cosine
-    for (left, right), cosine in zip(ends.tolist(), cosines.tolist(), strict=True):
+    best: dict[int, tuple[int, float]] = {}  # row -> its nearest row, and their cosine
+    for (left, right), cosine in zip(pairs.tolist(), cosines.tolist(), strict=True):
         best.setdefault(left, (right, cosine))
         best.setdefault(right, (left, cosine))
+    group_of, members = components(pairs, len(reader)), dict[int, list[int]]()
+    for row in sorted(best):
+        members.setdefault(int(group_of[row]), []).append(row)
     meaning = f"cosine to the other image; near-duplicates have at least {threshold:.4f}"
     table, file_sizes = [], reader.column("source_size")
-    from_nearest = sorted(members.values(), key=lambda places: -max(best[place][1] for place in places))
+    from_nearest = sorted(members.values(), key=lambda rows: -max(best[row][1] for row in rows))
     for number, group in enumerate(from_nearest, first):
-        sizes = [picture_size(int(rows[place])) if picture_size else None for place in group]
+        sizes = [picture_size(row) if picture_size else None for row in group]
         known = [size[0] * size[1] for size in sizes if size is not None]
-        largest = known if len(known) == len(group) else file_sizes[rows[group]].tolist()
-        ranks = [(int(rows[place]) not in suspects, size) for place, size in zip(group, largest, strict=True)]
-        keep = group[ranks.index(max(ranks))]
-        differing = _differing(reader, rows[group].tolist())
-        for place in sorted(group, key=lambda place: place != keep):
-            row, (other, cosine) = int(rows[place]), best[place]
-            paths = reader.paths[row], reader.paths[int(rows[other])]
-            table.append(Finding("near-duplicate", row, *paths, cosine, meaning + differing, number, place == keep))
+        largest = known if len(known) == len(group) else file_sizes[group].tolist()
+        keep = max(zip(group, largest, strict=True), key=lambda of_row: (of_row[0] not in suspects, of_row[1]))[0]
+        differing = _differing(reader, group)
+        for row in sorted(group, key=lambda row: row != keep):
+            other, cosine = best[row]
+            paths = reader.paths[row], reader.paths[other]
+            table.append(Finding("near-duplicate", row, *paths, cosine, meaning + differing, number, row == keep))
     return table
 
 
@@ -233,17 +232,16 @@ def left_out_probabilities(
     judged = (folds >= 0) & (n_images[labels] >= N_FOLDS)  # copies with a rare label are left out, but not judged
     if len(np.unique(labels[judged])) < 2:
         return probabilities
-    memory_bytes = free_bytes() // 2
+    torch_device, memory_bytes = probe_resources(device, None)
     if rows.nbytes <= memory_bytes // 3:
         rows = rows.held()
-    problem = LogisticRegression(rows, labels, n_classes, device=probe_device(device), memory_bytes=memory_bytes)
+    problem = LogisticRegression(rows, labels, n_classes, device=torch_device, memory_bytes=memory_bytes)
     least = math.inf
     for penalty in _LAMBDAS:
         (scores,) = problem.left_out_scores([1 / penalty], folds[:, None])
         logits = torch.from_numpy(scores[0, judged].astype(np.float64))
-        if logits.shape[1] == 1:  # two classes
-            logits = torch.cat([torch.zeros_like(logits), logits], 1)
-        loss = float(torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels[judged])))
+        logits = pad(logits, (int(logits.shape[1] == 1), 0))  # two classes have one column: that of the first is 0
+        loss = float(cross_entropy(logits, torch.from_numpy(labels[judged])))
         if loss < least:
             least, probabilities[judged] = loss, torch.softmax(logits, 1).numpy()
         elif loss > least + _WORSE:
@@ -290,7 +288,7 @@ class SimilarImages:
     @property
     def nearest(self) -> NDArray[np.float64]:
         """Cosine of each query to its nearest neighbour; queries without neighbours are left out."""
-        first = self.near.cosines[:, 0] if self.near.cosines.size else np.empty(0)
+        first = self.near.cosines[:, :1]
         return first[np.isfinite(first)]
 
     @property
@@ -354,18 +352,17 @@ def _usual_distance(cosines: NDArray[np.float64]) -> tuple[float, float] | None:
 
 
 def similar_images(
-    array: FeatureArray, hashes: NDArray[np.uint8], good: NDArray[np.int64], seed: int, max_products: float = math.inf
+    reader: FeatureReader, array: FeatureArray, seed: int, max_products: float = math.inf
 ) -> SimilarImages:
     """Find the neighbours of all images, or of as many as the limit permits.
 
     Args:
+        reader: the data set.
         array: array of the feature.
-        hashes: (N, 16) hashes of the images' bytes.
-        good: rows with features, ascending.
         seed: seed of the choice of queries, if not all images can be queries.
         max_products: limit for the number of multiplications.
     """
-    among = good[np.unique(image_numbers(hashes, good), return_index=True)[1]]
+    among = np.sort(distinct_images(reader)[1])
     width = max(1, int(np.prod(array.shape[1:])))
     count = int(min(len(among), max(1, max_products / max(1, len(among) * width))))
     queries = among
@@ -386,31 +383,23 @@ def map_neighbours(array: FeatureArray, points: NDArray[np.int64]) -> NDArray[np
     return np.where(rows >= 0, np.searchsorted(points, rows), -1)
 
 
-def _neighbours_of(array: FeatureArray, queries: NDArray[np.int64], among: NDArray[np.int64], k: int = K) -> Neighbours:
+def _neighbours_of(array: FeatureArray, queries: NDArray[np.int64], among: NDArray[np.int64]) -> Neighbours:
     """Find the neighbours of rows of a feature among other rows; queries are read in blocks that fit into memory."""
     width = max(1, int(np.prod(array.shape[1:])))
     step = max(1, MEMORY_BYTES // (4 * 4 * width))
     parts = []
-    for start in range(0, len(queries), step):
+    for start in range(0, max(1, len(queries)), step):
         block = queries[start : start + step]
         vectors = FeatureRows.of(array, block).between(0, len(block))
-        parts.append(nearest(array, vectors, k, among=among, without=block))
-    if not parts:
-        return Neighbours(np.empty((0, k), np.int64), np.empty((0, k)))
+        parts.append(nearest(array, vectors, K, among=among, without=block))
     return Neighbours(np.concatenate([part.rows for part in parts]), np.concatenate([part.cosines for part in parts]))
 
 
-def copies(hashes: NDArray[np.uint8], good: NDArray[np.int64]) -> list[list[int]]:
+def _copies(reader: FeatureReader) -> list[list[int]]:
     """Return the rows of images with the same bytes: a list for each repeated image, longest first."""
-    numbers = image_numbers(hashes, good)
+    good = np.flatnonzero(reader.status == Status.OK)
+    _, numbers = np.unique(image_hashes(reader)[good], return_inverse=True)
     order = np.argsort(numbers, kind="stable")
     of_images = np.split(good[order], np.flatnonzero(np.diff(numbers[order])) + 1)
     groups = [rows.tolist() for rows in of_images if len(rows) > 1]
     return sorted(groups, key=lambda group: (-len(group), group))
-
-
-def image_numbers(hashes: NDArray[np.uint8], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the number (N,) of the image of each row, from 0, by its first row; rows with the same bytes share one."""
-    keys = np.ascontiguousarray(hashes[rows]).view("V16").reshape(-1)
-    _, first, numbers = np.unique(keys, return_index=True, return_inverse=True)
-    return np.unique(first[numbers], return_inverse=True)[1]

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from extract.analysis.dataset_diff import image_hashes
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
 
@@ -25,8 +26,7 @@ def row_groups(reader: FeatureReader, further: Sequence[str | None] | None = Non
         further: value of each row, such as a patient; rows with the same value are in one group. None or "": no value.
     """
     good = (reader.status == Status.OK).tolist()
-    hashes = np.ascontiguousarray(reader.column("source_hash")).view("V16")[:, 0].tolist()
-    copies = (digest if ok else None for digest, ok in zip(hashes, good, strict=True))
+    copies = (digest if ok else None for digest, ok in zip(image_hashes(reader).tolist(), good, strict=True))
     first_rows = [_first_rows(copies), _first_rows(reader.files)]
     if further is not None:
         first_rows.append(_first_rows(value or None for value in further))

@@ -10,7 +10,9 @@ from itertools import combinations_with_replacement
 import numpy as np
 from numpy.typing import NDArray
 
+from extract.analysis.network.activation_statistics import effective_number
 from extract.analysis.probe.feature_matrix import FeatureRows, Source, mean_of, row_products
+from extract.analysis.probe.metrics import ranks_of
 from extract.analysis.probe.nearest_rows import nearest, overlap
 from extract.errors import InputError
 from extract.system.dissimilarities import dissimilarities
@@ -141,9 +143,7 @@ def linear_cka(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
     Raises:
         InputError: the numbers of rows differ, or are below 4.
     """
-    first, second = (_gram(rows) for rows in _same_images([x, y]))
-    scale = float(np.sqrt(np.vdot(first, first) * np.vdot(second, second)))
-    return float(np.vdot(first, second)) / scale if scale else float("nan")
+    return _correlation(*(_gram(rows).ravel() for rows in _same_images([x, y])))
 
 
 def rsa(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
@@ -227,7 +227,7 @@ def _products(rows: Sequence[FeatureRows], memory_bytes: int) -> tuple[Matrix, M
         )
         if i == j:
             singular = np.sqrt(np.linalg.eigvalsh(product).clip(0))
-            lengths[i], effective_rank[i] = np.sqrt(of_i), _exponential_of_entropy(singular)
+            lengths[i], effective_rank[i] = np.sqrt(of_i), effective_number(singular)
         else:
             nuclear[i, j] = nuclear[j, i] = np.linalg.svd(product, compute_uv=False).sum()
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -236,12 +236,6 @@ def _products(rows: Sequence[FeatureRows], memory_bytes: int) -> tuple[Matrix, M
     np.fill_diagonal(procrustes, np.where(lengths > 0, 1.0, np.nan))
     cka, procrustes = (np.where(np.isfinite(matrix), matrix, np.nan) for matrix in (cka, procrustes))
     return cka, procrustes, effective_rank
-
-
-def _exponential_of_entropy(singular: NDArray[np.float64]) -> float:
-    shares = singular / singular.sum() if singular.sum() else singular
-    shares = shares[shares > 0]
-    return float(np.exp(-(shares * np.log(shares)).sum())) if len(shares) else 0.0
 
 
 def _gram(rows: FeatureRows) -> NDArray[np.float64]:
@@ -256,16 +250,15 @@ def _gram(rows: FeatureRows) -> NDArray[np.float64]:
 
 
 def _ranked_distances(rows: FeatureRows) -> NDArray[np.float64]:
-    """Return the ranks (N (N - 1) / 2,) of the distances of all pairs minus their mean; ties share a mean rank."""
+    """Return the ranks (N (N - 1) / 2,) of the nearness of all pairs minus their mean; ties share a mean rank."""
     count = len(rows)
     distances = dissimilarities(rows.array())[np.triu_indices(count, 1)]
     distances[np.isnan(distances)] = 1  # a row of equal values is related to none
-    _, position, counts = np.unique(distances, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts + 1) / 2)[position]
+    ranks = ranks_of(-distances)
     return np.asarray(ranks - ranks.mean())
 
 
 def _correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
-    """Return the correlation of two vectors whose mean is 0; NaN if one is constant."""
+    """Return the cosine of two vectors, of vectors whose mean is 0 their correlation; NaN if one is zero."""
     scale = float(np.linalg.norm(first) * np.linalg.norm(second))
     return float(first @ second) / scale if scale else float("nan")

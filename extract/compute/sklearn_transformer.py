@@ -134,7 +134,7 @@ def _opened(given: Any) -> Any:
     if not isinstance(given, str | os.PathLike):
         return given
     try:
-        picture: Image.Image = decode(Path(given).read_bytes(), defaults.MAX_PIXELS)
+        picture: Image.Image = decode(Path(given).read_bytes())
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise InputError(f"{os.fspath(given)}: {reason}") from error

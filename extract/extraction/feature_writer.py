@@ -220,10 +220,11 @@ class FeatureWriter:
         self._elsewhere.clear()
         for batch in loader:
             rows = self._rows_of(_ids_of(batch) if ids_of is None else ids_of(batch))
+            rows = rows[~self._stored[rows]]
             shards = rows // self._dataset.shard_rows
             with self._lock:
-                is_taken = {shard: self._take(shard) for shard in np.unique(shards).tolist()}
-            if any(is_taken[shard] and not self._stored[row] for row, shard in zip(rows, shards.tolist(), strict=True)):
+                ours = [shard for shard in _distinct(shards) if self._take(shard)]
+            if not self._stored[rows[np.isin(shards, ours)]].all():  # some may have been found stored just now
                 yield batch
 
     def write(self, ids: Sequence[str], features: Mapping[str, Any]) -> None:
@@ -267,11 +268,12 @@ class FeatureWriter:
     def _store(self, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]], status: Status, reason: str) -> None:
         order = np.argsort(rows, kind="stable")
         rows = rows[order]
-        again = rows[self._given[rows] | np.isin(rows, rows[1:][np.diff(rows) == 0])]
-        if len(again):
-            raise InputError(f"id {self._images.paths[int(again[0])]!r} was written before")
+        again = self._given[rows]
+        again[1:] |= np.diff(rows) == 0
+        if again.any():
+            raise InputError(f"id {self._images.paths[int(rows[again][0])]!r} was written before")
         shards = rows // self._dataset.shard_rows
-        for number in np.unique(shards).tolist():
+        for number in _distinct(shards):
             if not self._take(number):
                 continue
             chosen = (shards == number) & ~self._stored[rows]
@@ -290,7 +292,8 @@ class FeatureWriter:
     def _sources(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Return what is stored of the image files of rows: there are none, and the hash is that of the id."""
         none = np.full(len(rows), -1, np.int64)
-        hashes = b"".join(xxhash.xxh3_128_digest(os.fsencode(self._images.paths[row])) for row in rows.tolist())
+        ids = [self._images.paths[row].encode(errors="surrogateescape") for row in rows.tolist()]
+        hashes = b"".join(map(xxhash.xxh3_128_digest, ids))
         of_ids = np.frombuffer(hashes, np.uint8).reshape(-1, 16)
         return {"source_size": none, "source_mtime_ns": none, "source_hash": of_ids}
 
@@ -300,10 +303,11 @@ class FeatureWriter:
 
     def _rows_of(self, ids: Sequence[str]) -> NDArray[np.int64]:
         ids = list(ids)
-        rows = [self._row.get(id) if isinstance(id, str) else None for id in ids]
-        if None in rows:
-            raise InputError(f"id {ids[rows.index(None)]!r} is not one of the {len(self._row):,} ids of this writer")
-        return np.array(rows, np.int64)
+        try:
+            return np.fromiter(map(self._row.__getitem__, ids), np.int64, len(ids))
+        except (KeyError, TypeError):  # a list cannot be looked up
+            unknown = next(id for id in ids if not isinstance(id, str) or id not in self._row)
+            raise InputError(f"id {unknown!r} is not one of the {len(self._row):,} ids of this writer") from None
 
     def _take(self, number: int) -> bool:
         """Open a shard, unless it is finished or another process fills it; return whether this writer fills it."""
@@ -409,6 +413,11 @@ class FeatureWriter:
                 return shard not in self._place.published()
         except LockedError:
             return False
+
+
+def _distinct(shards: NDArray[np.int64]) -> list[int]:
+    """Return the shards of some rows, ascending; for a batch, faster than `np.unique`."""
+    return sorted(set(shards.tolist()))
 
 
 def _images(

@@ -29,8 +29,9 @@ from extract.errors import InputError, unknown_name
 
 __all__ = [
     "BACKBONE", "HEADINGS", "IMAGES", "OUTPUT", "PARTS", "RARE", "SAFETY", "SPEED", "WORKERS",
-    "BackboneSettings", "DataSetSettings", "DecodingSettings", "ExtractionSettings", "FeatureSettings", "Heading",
-    "PartSettings", "choices_of", "fields_of", "taking", "values_of",
+    "BackboneSettings", "BoxSettings", "DataSetSettings", "DecodingSettings", "DerivedPartSettings",
+    "ExtractionSettings", "FeatureSettings", "Heading", "PartSettings", "choices_of", "fields_of", "taking",
+    "values_of",
 ]  # fmt: skip
 
 
@@ -142,14 +143,26 @@ class DataSetSettings(DecodingSettings, FeatureSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartSettings:
-    """Rows that are parts of images. The name of each says which part (`extract.images.part_names`).
+class BoxSettings:
+    """Rows that are boxes, which a list names.
 
     Attributes:
         boxes: Boxes, each of which becomes a row: a table with the columns path, x, y, w, h and perhaps label, id and
             split, in pixels or fractions; a .json file of COCO; or a folder of YOLO or Pascal VOC files.
         context: Part of the width and height of a box to add on each side.
         box_shape: square: the square around each box, so that the preprocessing cuts nothing off; exact: the box.
+    """
+
+    boxes: Annotated[str | os.PathLike[str] | None, PARTS] = None
+    context: Annotated[float, Field(ge=0, le=10), PARTS] = 0.0
+    box_shape: Annotated[Literal["square", "exact"], PARTS] = "square"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DerivedPartSettings:
+    """Rows that are parts which follow from a file itself: tiles, views, frames; also of files that change.
+
+    Attributes:
         tiles: Side in pixels of tiles, each of which becomes a row: of pictures, large TIFF, and slides.
         overlap: Part of a tile that the next one covers too.
         level: Level of a pyramid that tiles are read from; 0 is the largest. The columns x, y, w and h are in pixels
@@ -162,9 +175,6 @@ class PartSettings:
         keyframes: Frames of videos: those that the file marks as key frames.
     """
 
-    boxes: Annotated[str | os.PathLike[str] | None, PARTS] = None
-    context: Annotated[float, Field(ge=0, le=10), PARTS] = 0.0
-    box_shape: Annotated[Literal["square", "exact"], PARTS] = "square"
     tiles: Annotated[int | None, Field(strict=True, ge=1), PARTS] = None
     overlap: Annotated[float, Field(ge=0, le=0.9), PARTS] = 0.0
     level: Annotated[int, Field(strict=True, ge=0, le=99), PARTS] = 0
@@ -173,6 +183,16 @@ class PartSettings:
     fps: Annotated[float | None, Field(gt=0, le=1000), PARTS] = None
     every: Annotated[int | None, Field(strict=True, ge=1), PARTS] = None
     keyframes: Annotated[bool, PARTS] = False
+
+    def asked(self) -> dict[str, Any]:
+        """Return the settings that are not at their defaults."""
+        names = {field.name: field.default for field in fields(DerivedPartSettings)}
+        return {name: getattr(self, name) for name, default in names.items() if getattr(self, name) != default}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartSettings(DerivedPartSettings, BoxSettings):
+    """Rows that are parts of images. The name of each says which part (`extract.images.part_names`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from extract import defaults
 from extract.errors import InputError, LayertapError, first_line
-from extract.images.decoding import conversion, from_pixels
+from extract.images.decoding import AS_DEFAULT, DecodeOptions, conversion, from_pixels
 from extract.images.image_list import Images, labels_from_values
 from extract.images.sources import ImageSource
 from extract.system.similar_paths import did_you_mean
@@ -37,13 +36,10 @@ class PixelRows(ImageSource):
         height, width, channels = (*pixels.shape, 1)[:3]
         return f"{height} {width} {channels}\n".encode() + pixels.tobytes()
 
-    def picture(
-        self, row: int, data: bytes, max_pixels: int = defaults.MAX_PIXELS, min_decode_px: int = 0,
-        orientation: str = defaults.ORIENTATION, icc: str = defaults.ICC,
-    ) -> Image.Image:  # fmt: skip
+    def picture(self, row: int, data: bytes, options: DecodeOptions = AS_DEFAULT) -> Image.Image:
         """See `ImageSource`."""
         shape, _, pixels = data.partition(b"\n")
-        return from_pixels(np.frombuffer(pixels, np.uint8).reshape(*map(int, shape.split())), max_pixels)
+        return from_pixels(np.frombuffer(pixels, np.uint8).reshape(*map(int, shape.split())), options.max_pixels)
 
 
 class ArrayRows(PixelRows):

@@ -23,9 +23,9 @@ from extract.errors import MachineError, first_line, is_of_the_machine
 from extract.system.optional_libraries import pip_install
 
 __all__ = [
-    "ARRAY_SUFFIX", "IMAGE_SUFFIXES", "NOTE", "SLIDES", "SLIDE_SUFFIXES", "VIDEO_SUFFIXES", "Jpeg", "PixelTypeError",
-    "check_decoders", "check_whole", "conversion", "decode", "from_pixels", "header_size", "pixels_of", "plain_jpeg",
-    "to_picture", "too_dark",
+    "ARRAY_SUFFIX", "AS_DEFAULT", "IMAGE_SUFFIXES", "NOTE", "SLIDES", "SLIDE_SUFFIXES", "VIDEO_SUFFIXES",
+    "DecodeOptions", "Jpeg", "PixelTypeError", "check_decoders", "check_whole", "conversion", "decode", "from_pixels",
+    "header_size", "pixels_of", "plain_jpeg", "to_picture", "too_dark",
 ]  # fmt: skip
 
 # Formats that Pillow reads, except those that other programs must render (EPS, PDF, WMF, EMF), measurement data (FITS,
@@ -109,13 +109,29 @@ class PixelTypeError(ValueError):
         self.what, self.remedy = what, remedy
 
 
-def decode(
-    data: bytes,
-    max_pixels: int = defaults.MAX_PIXELS,
-    min_decode_px: int = 0,
-    orientation: str = defaults.ORIENTATION,
-    icc: str = defaults.ICC,
-) -> Image.Image:
+class DecodeOptions(NamedTuple):
+    """How a file is decoded.
+
+    Attributes:
+        max_pixels: a larger picture is refused as a decompression bomb.
+        min_decode_px: a JPEG may be decoded at a half, a quarter or an eighth of its size if its shorter side keeps at
+            least this many pixels; 0: at full size.
+        orientation: "exif": apply the EXIF orientation; "ignore": leave the pixels as stored. The rotation of HEIC is
+            not EXIF's, and always applied.
+        icc: "ignore": take all pixels for sRGB; "srgb": convert pixels with an embedded colour profile (ICC) to sRGB,
+            with the perceptual intent.
+    """
+
+    max_pixels: int = defaults.MAX_PIXELS
+    min_decode_px: int = 0
+    orientation: str = defaults.ORIENTATION
+    icc: str = defaults.ICC
+
+
+AS_DEFAULT = DecodeOptions()
+
+
+def decode(data: bytes, options: DecodeOptions = AS_DEFAULT) -> Image.Image:
     """Decode the bytes of an image file to an RGB picture.
 
     Transparent pixels are composited over white. 16-bit pixels are reduced to their upper 8 bits; `too_dark` tells if
@@ -124,13 +140,7 @@ def decode(
 
     Args:
         data: content of the file.
-        max_pixels: a larger picture is refused as a decompression bomb.
-        min_decode_px: a JPEG may be decoded at a half, a quarter or an eighth of its size if its shorter side keeps at
-            least this many pixels; 0: at full size.
-        orientation: "exif": apply the EXIF orientation; "ignore": leave the pixels as stored. The rotation of HEIC is
-            not EXIF's, and always applied.
-        icc: "ignore": take all pixels for sRGB; "srgb": convert pixels with an embedded colour profile (ICC) to sRGB,
-            with the perceptual intent.
+        options: see `DecodeOptions`.
 
     Raises:
         PixelTypeError: the pixels of an array are not uint8.
@@ -145,12 +155,12 @@ def decode(
     _formats()  # outside the try: its errors are not the file's
     try:
         if data.startswith(np.lib.format.MAGIC_PREFIX):
-            return _from_array(data, max_pixels)
-        with _opened(data, max_pixels) as image:
+            return _from_array(data, options.max_pixels)
+        with _opened(data, options.max_pixels) as image:
             if image.format != "JPEG" or not data.endswith(_END_OF_JPEG):  # which nearly all files are
                 check_whole(data, image)
-            if min_decode_px and image.format == "JPEG":
-                shrunk = min_decode_px / min(image.size)  # by the inverse DCT
+            if options.min_decode_px and image.format == "JPEG":
+                shrunk = options.min_decode_px / min(image.size)  # by the inverse DCT
                 image.draft(None, (math.ceil(image.width * shrunk), math.ceil(image.height * shrunk)))
             stored = _orientation_of_tiff(image)
             # torchvision's decoder of JPEG on a CPU gave the same pixels in 920 of 920 files (all subsamplings,
@@ -158,15 +168,15 @@ def decode(
             # use takes a picture of Pillow: with the conversion it took 0.93 to 1.10 of the time.
             image.load()  # reads all pixels: a truncated file fails here
             _mend_transparency(image, data)
-            picture = to_picture(image, orientation, icc)
-            return picture if orientation == "exif" else _turned_back(picture, stored)
+            picture = to_picture(image, options.orientation, options.icc)
+            return picture if options.orientation == "exif" else _turned_back(picture, stored)
     except (MemoryError, PixelTypeError):
         raise
     except Image.DecompressionBombError as error:
         size = re.search(r"\d+", str(error))
         count = f"{int(size[0]):,} pixels, " if size else ""
         raise ValueError(
-            f"{count}more than {max_pixels:,}: a decompression bomb? --max-pixels sets the limit"
+            f"{count}more than {options.max_pixels:,}: a decompression bomb? --max-pixels sets the limit"
         ) from None
     except UnidentifiedImageError:
         raise ValueError(_unknown(data)) from None
@@ -232,7 +242,7 @@ class Jpeg(NamedTuple):
     orientation: int
 
 
-def plain_jpeg(data: bytes, max_pixels: int, orientation: str, icc: str) -> Jpeg | None:
+def plain_jpeg(data: bytes, options: DecodeOptions = AS_DEFAULT) -> Jpeg | None:
     """Return a file that `decode` and a device's decoder give the same picture of; None for all others.
 
     These are complete JPEG files of 8 bits, grey or YCbCr, of at most 50 megapixels and 4 MiB, without a profile to
@@ -242,8 +252,8 @@ def plain_jpeg(data: bytes, max_pixels: int, orientation: str, icc: str) -> Jpeg
     if not is_whole or len(data) > _MOST_BYTES_ON_DEVICE:
         return None
     try:
-        with _opened(data, max_pixels) as image:
-            is_converted = icc == "srgb" and "icc_profile" in image.info
+        with _opened(data, options.max_pixels) as image:
+            is_converted = options.icc == "srgb" and "icc_profile" in image.info
             if image.format != "JPEG" or image.mode not in ("L", "RGB") or is_converted:
                 return None
             layers: Any = getattr(image, "layer", ())
@@ -253,7 +263,7 @@ def plain_jpeg(data: bytes, max_pixels: int, orientation: str, icc: str) -> Jpeg
             shorter, longer = sorted(image.size)
             if shorter * longer > _MOST_PIXELS_ON_DEVICE or longer > _MOST_ASPECT_ON_DEVICE * shorter:
                 return None
-            turned = image.getexif().get(ExifTags.Base.Orientation, 1) if orientation == "exif" else 1
+            turned = image.getexif().get(ExifTags.Base.Orientation, 1) if options.orientation == "exif" else 1
             return Jpeg(data, image.size[::-1], turned if turned in range(2, 9) else 1)
     except Exception:  # see `decode`
         return None

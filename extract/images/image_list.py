@@ -160,11 +160,14 @@ def are_asked(asked: Any) -> bool:
     """Whether settings ask for parts of files.
 
     Raises:
-        InputError: a setting of tiles has no effect.
+        InputError: a setting of tiles has no effect, or two kinds of parts are asked for.
     """
+    kinds = [name for name in PART_KINDS if getattr(asked, name, None)]
+    if len(kinds) > 1:
+        raise InputError(f"{kinds[0]} and {kinds[1]} exclude each other: a row is one kind of part")
     if not getattr(asked, "tiles", None) and (given := [name for name in _OF_TILES if getattr(asked, name, None)]):
         raise InputError(f"{given[0]} is that of tiles, and there are none", hint="add --tiles 512")
-    return any(getattr(asked, name, None) for name in PART_KINDS)
+    return bool(kinds)
 
 
 def are_frames(asked: Any) -> bool:

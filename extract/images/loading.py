@@ -34,7 +34,16 @@ from torch.utils.data import DataLoader, Dataset
 from extract import defaults
 from extract.credentials import text_without_credentials
 from extract.errors import InputError, LayertapError, MachineError, first_line, is_of_the_machine
-from extract.images.decoding import NOTE, Jpeg, check_decoders, pixels_of, plain_jpeg, too_dark
+from extract.images.decoding import (
+    AS_DEFAULT,
+    NOTE,
+    DecodeOptions,
+    Jpeg,
+    check_decoders,
+    pixels_of,
+    plain_jpeg,
+    too_dark,
+)
 from extract.images.device_decoding import JpegDecoder
 from extract.images.image_list import Images
 from extract.images.sources import UNKNOWN, BrokenListError, ImageSource, UnreachableError
@@ -71,7 +80,7 @@ _IO_ERRORS = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOU
               errno.ENETDOWN, errno.ENETUNREACH, errno.EAGAIN, errno.EINTR}  # fmt: skip
 
 
-_OF_PREPROCESSING = ("cpu_transform", "min_decode_px", "orientation", "icc", "shape", "device", "transform_pixels")
+_OF_PREPROCESSING = ("cpu_transform", "shape", "device", "transform_pixels")
 
 
 @dataclass(frozen=True)
@@ -81,12 +90,10 @@ class Decoding:
     Attributes:
         cpu_transform: RGB picture, and kind and number of a view for rows that are views -> tensor, run in the process
             that decodes.
-        min_decode_px: see `extract.images.decoding.decode`.
-        max_pixels: a larger picture is refused as a decompression bomb.
+        options: how files are decoded.
         workers: number of worker processes; 0 decodes in the calling process, as does any number in a process that may
             start none (a worker of `multiprocessing.Pool`, of joblib or of a `DataLoader`).
         batch_size: rows in most batches; each worker decodes about two batches ahead.
-        orientation, icc: see `extract.images.decoding.decode`.
         shape: (H, W, 3) of what `cpu_transform` returns, if that is uint8 and alike for all pictures, else None.
         device: device that decodes JPEG files and holds the images then; empty: none.
         transform_pixels: pictures (N, 3, H, W) on the device -> (N, *shape).
@@ -95,12 +102,9 @@ class Decoding:
     """
 
     cpu_transform: Callable[..., Tensor]
-    min_decode_px: int = 0
-    max_pixels: int = defaults.MAX_PIXELS
+    options: DecodeOptions = AS_DEFAULT
     workers: int = 0
     batch_size: int = defaults.BATCH_SIZE
-    orientation: str = defaults.ORIENTATION
-    icc: str = defaults.ICC
     shape: tuple[int, int, int] | None = None
     device: str = ""
     transform_pixels: Callable[[Tensor], Tensor] | None = None
@@ -113,7 +117,10 @@ class Decoding:
         """Return the settings for a backbone's preprocessing (`extract.backbones.preprocessing.Preprocessing`)."""
         parts = {name: getattr(preprocessing, name) for name in _OF_PREPROCESSING}
         place = preprocessing.in_input if preprocessing.of_boxes else None
-        return cls(max_pixels=max_pixels, workers=workers, batch_size=batch_size, place=place, **parts)
+        options = DecodeOptions(
+            max_pixels, preprocessing.min_decode_px, preprocessing.orientation, preprocessing.icc
+        )  # fmt: skip
+        return cls(options=options, workers=workers, batch_size=batch_size, place=place, **parts)
 
 
 class Batch(NamedTuple):
@@ -255,14 +262,13 @@ class _Decoded(Dataset[Batch | LayertapError]):
             data, mtime_ns = self._source.read(row)
             result = partial(_batch_of_row, row, len(data), mtime_ns, self._source.content_hash(row, data))
             # A device decodes whole files.
-            if how.device and part is None and (jpeg := plain_jpeg(data, how.max_pixels, how.orientation, how.icc)):
+            if how.device and part is None and (jpeg := plain_jpeg(data, how.options)):
                 return result(Status.OK, jpeg=jpeg)
-            options = how.max_pixels, how.min_decode_px, how.orientation, how.icc
             if how.place is None:
-                picture = self._source.picture(row, data, *options)
+                picture = self._source.picture(row, data, how.options)
                 note = picture.info.get(NOTE, "")
             else:
-                picture, window, of_window = self._source.whole(row, data, *options)
+                picture, window, of_window = self._source.whole(row, data, how.options)
                 box, note = how.place(picture.size, window)
                 note = of_window or note
         except Exception as error:

@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError
 
 __all__ = [
-    "VIEWS", "FileNames", "Part", "Window", "file_of", "fragment_of", "has_boxes", "has_parts", "part_of",
+    "VIEWS", "FileNames", "Part", "Window", "file_of", "fragment_of", "has_boxes", "has_parts", "part_hash", "part_of",
     "time_name", "window_name", "windows_of",
 ]  # fmt: skip
 
@@ -52,6 +53,7 @@ class Window:
         level: level of a pyramid to read it from.
         context: part of its width and height to add on each side.
         square: whether to take the square around it, moved into the picture where it fits.
+        cut: whether it began left of or above the picture, and was cut there; no name says so.
     """
 
     x: float
@@ -62,6 +64,7 @@ class Window:
     level: int = 0
     context: float = 0.0
     square: bool = False
+    cut: bool = field(default=False, compare=False)
 
     def inside(self, size: tuple[int, int]) -> tuple[int, int, int, int]:
         """Return (left, upper, right, lower) in a picture of (width, height): whole pixels, rounded as by Pillow.
@@ -136,6 +139,11 @@ def file_of(name: str) -> str:
     """Return the path of the file that a row is of: the name without its fragment."""
     fragment = fragment_of(name)
     return name[: -len(fragment) - 1] if fragment else name
+
+
+def part_hash(digest: bytes, fragment: bytes) -> bytes:
+    """Return the hash of a part of a file, given that of the file's bytes; without a fragment, of the whole file."""
+    return xxhash.xxh3_128_digest(digest + fragment) if fragment else digest
 
 
 def has_parts(names: Sequence[str]) -> bool:

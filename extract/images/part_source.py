@@ -9,9 +9,8 @@ from typing import Any
 import xxhash
 from PIL import Image
 
-from extract import defaults
-from extract.images.decoding import NOTE, SLIDE_SUFFIXES, VIDEO_SUFFIXES
-from extract.images.part_names import FileNames, Part, Window, file_of, fragment_of, has_parts, part_of
+from extract.images.decoding import AS_DEFAULT, NOTE, SLIDE_SUFFIXES, VIDEO_SUFFIXES, DecodeOptions
+from extract.images.part_names import FileNames, Part, Window, file_of, fragment_of, has_parts, part_hash, part_of
 from extract.images.pyramids import Pyramid, is_read_in_regions, open_pyramid
 from extract.images.sources import ImageSource, OnDisk, PackedNames, Whole, suffix_of
 from extract.images.videos import Video
@@ -91,59 +90,51 @@ class Parts(ImageSource):
         name = self._names[row]
         return fragment_of(name).startswith("t=") or suffix_of(name, VIDEO_SUFFIXES) in VIDEO_SUFFIXES
 
-    def picture(
-        self,
-        row: int,
-        data: bytes,
-        max_pixels: int = defaults.MAX_PIXELS,
-        min_decode_px: int = 0,
-        orientation: str = defaults.ORIENTATION,
-        icc: str = defaults.ICC,
-    ) -> Image.Image:
+    def picture(self, row: int, data: bytes, options: DecodeOptions = AS_DEFAULT) -> Image.Image:
         """See `ImageSource`. A file is decoded at its full size, since windows are in pixels of it."""
         part = part_of(self._names[row])
         is_of_video = self._is_of_video(row)
         if is_of_video or isinstance(data, OnDisk) or (part and part.window and part.window.level):
             picture = (
-                self._frame(data, part, max_pixels, orientation) if is_of_video
-                else self._region(data, part or Part(), max_pixels, orientation, icc)
+                self._frame(data, part, options) if is_of_video
+                else self._region(data, part or Part(), options)
             )  # fmt: skip
             if isinstance(data, OnDisk):
                 data.check_unchanged()
             return picture
-        whole = self.whole(row, data, max_pixels, min_decode_px, orientation, icc)
+        whole = self.whole(row, data, options)
         return whole.picture if whole.box is None else _noted(whole.picture.crop(whole.box), whole.note)
 
-    def whole(self, row: int, data: bytes, *how: Any) -> Whole:
+    def whole(self, row: int, data: bytes, options: DecodeOptions) -> Whole:
         """See `ImageSource`."""
         if isinstance(data, OnDisk):
             raise ValueError("it is only read in parts: a pooling of boxes (roi) needs whole pictures")
-        max_pixels, min_decode_px, *further = how
         part = part_of(self._names[row])
         if part is None:
-            return Whole(self._files.picture(row, data, max_pixels, min_decode_px, *further))
+            return Whole(self._files.picture(row, data, options))
+        options = options._replace(min_decode_px=0)
         decoded, before, picture = self._decoded
-        if decoded is not data or before != (max_pixels, *further) or picture is None:
+        if decoded is not data or before != options or picture is None:
             self._decoded = None, None, None  # not two pictures in memory
-            picture = self._files.picture(row, data, max_pixels, 0, *further)
-            self._decoded = data, (max_pixels, *further), picture
+            picture = self._files.picture(row, data, options)
+            self._decoded = data, options, picture
         if part.window is None:
             return Whole(picture)
         return Whole(picture, part.window.inside(picture.size), _note(part.window, picture.size))
 
-    def _frame(self, data: bytes, part: Part | None, max_pixels: int, orientation: str) -> Image.Image:
+    def _frame(self, data: bytes, part: Part | None, options: DecodeOptions) -> Image.Image:
         video: Video = self._opened_of(data, Video)
         if part is None or part.seconds is None:
             raise ValueError("no frame of this video was listed")
-        return video.picture(round(part.seconds * 1e6), max_pixels, orientation)
+        return video.picture(round(part.seconds * 1e6), options)
 
-    def _region(self, data: bytes, part: Part, max_pixels: int, orientation: str, icc: str) -> Image.Image:
+    def _region(self, data: bytes, part: Part, options: DecodeOptions) -> Image.Image:
         pyramid, window = self.pyramid(data), part.window
         if window is None:
             width, height = pyramid.sizes[0]
             raise ValueError(f"its {width} x {height} pixels are only read in regions: ask for tiles (--tiles 512)")
         try:
-            return _noted(pyramid.region(window, max_pixels, orientation, icc), _note(window, pyramid.sizes[0]))
+            return _noted(pyramid.region(window, options), _note(window, pyramid.sizes[0]))
         except Exception:
             self._opened = _NOTHING["_opened"]  # OpenSlide reads nothing more of a slide after an error
             raise
@@ -183,8 +174,7 @@ class Parts(ImageSource):
             if isinstance(data, OnDisk) and data.path.lower().endswith(_OF_SEVERAL_FILES):
                 digest = xxhash.xxh3_128_digest(digest + self.pyramid(data).identity.encode())
             self._hashed = data, digest
-        fragment = fragment_of(self._names[row])
-        return xxhash.xxh3_128_digest(digest + fragment.encode()) if fragment else digest
+        return part_hash(digest, fragment_of(self._names[row]).encode())
 
     def check_there(self) -> None:
         """See `ImageSource`."""

@@ -20,7 +20,7 @@ from PIL import Image
 
 from extract import defaults
 from extract.errors import LayertapError, MachineError, first_line, is_of_the_machine
-from extract.images.decoding import SLIDE_SUFFIXES, SLIDES, header_size, to_picture
+from extract.images.decoding import SLIDE_SUFFIXES, SLIDES, DecodeOptions, header_size, to_picture
 from extract.images.part_names import Window
 from extract.images.sources import OnDisk, suffix_of
 from extract.system.optional_libraries import library
@@ -92,22 +92,22 @@ class Pyramid:
     identity = ""
     orientation = 1
 
-    def region(self, window: Window, max_pixels: int, orientation: str, icc: str) -> Image.Image:
-        """Return the RGB picture of a window, in pixels of its level; see `extract.images.decoding.decode`.
+    def region(self, window: Window, options: DecodeOptions) -> Image.Image:
+        """Return the RGB picture of a window, in pixels of its level.
 
         Raises:
             ValueError: there is no such region, it has more than `max_pixels`, or it cannot be decoded.
         """
         if window.level >= len(self.sizes):
             raise ValueError(f"it has no level {window.level}; its last level is {len(self.sizes) - 1}")
-        if orientation == "exif" and self.orientation != 1:
+        if options.orientation == "exif" and self.orientation != 1:
             raise ValueError(f"its regions are turned (orientation {self.orientation}); add --orientation ignore")
         box = window.inside(self.sizes[0])
         sides = zip(box[:2], box[2:], self.sizes[window.level], self.sizes[0], strict=True)
         (left, right), (upper, lower) = (_in_level(*each) for each in sides)
-        if (n_pixels := (right - left) * (lower - upper)) > max_pixels:
+        if (n_pixels := (right - left) * (lower - upper)) > options.max_pixels:
             raise ValueError(f"the region {window} has {n_pixels:,} pixels; --max-pixels sets the limit")
-        return self._picture(window.level, box[:2], (left, upper, right, lower), icc)
+        return self._picture(window.level, box[:2], (left, upper, right, lower), options.icc)
 
     def overview(self, side: int) -> Image.Image:
         """Return the whole picture with a longer side of at most `side` pixels, from the smallest sufficient level."""

@@ -20,7 +20,7 @@ from PIL import Image
 
 from extract import defaults
 from extract.errors import InputError, LayertapError, first_line
-from extract.images.decoding import decode
+from extract.images.decoding import AS_DEFAULT, DecodeOptions, decode
 from extract.system.urls import file_system, http_status, is_http, is_url, reference, server_answer
 
 if TYPE_CHECKING:
@@ -68,21 +68,13 @@ class ImageSource(Protocol):
             OSError, ValueError: the image cannot be read; the message states the reason.
         """
 
-    def picture(
-        self,
-        row: int,
-        data: bytes,
-        max_pixels: int = defaults.MAX_PIXELS,
-        min_decode_px: int = 0,
-        orientation: str = defaults.ORIENTATION,
-        icc: str = defaults.ICC,
-    ) -> Image.Image:
+    def picture(self, row: int, data: bytes, options: DecodeOptions = AS_DEFAULT) -> Image.Image:
         """Return the RGB picture of a row from the bytes that `read` returned; see `extract.images.decoding.decode`."""
-        return decode(data, max_pixels, min_decode_px, orientation, icc)
+        return decode(data, options)
 
-    def whole(self, row: int, data: bytes, *how: Any) -> Whole:
-        """Return the whole picture that a row is of; `how` is what `picture` takes."""
-        return Whole(self.picture(row, data, *how))
+    def whole(self, row: int, data: bytes, options: DecodeOptions) -> Whole:
+        """Return the whole picture that a row is of."""
+        return Whole(self.picture(row, data, options))
 
     def content_hash(self, row: int, data: bytes) -> bytes:
         """Return the xxh3-128 of what a row is computed from: of the bytes of its file, and which part of it."""
@@ -197,13 +189,13 @@ class Chosen(ImageSource):
         """See `ImageSource`."""
         return self._source.read(int(self._rows[row]))
 
-    def picture(self, row: int, *how: Any, **further: Any) -> Image.Image:
+    def picture(self, row: int, data: bytes, options: DecodeOptions = AS_DEFAULT) -> Image.Image:
         """See `ImageSource`."""
-        return self._source.picture(int(self._rows[row]), *how, **further)
+        return self._source.picture(int(self._rows[row]), data, options)
 
-    def whole(self, row: int, data: bytes, *how: Any) -> Whole:
+    def whole(self, row: int, data: bytes, options: DecodeOptions) -> Whole:
         """See `ImageSource`."""
-        return self._source.whole(int(self._rows[row]), data, *how)
+        return self._source.whole(int(self._rows[row]), data, options)
 
     def content_hash(self, row: int, data: bytes) -> bytes:
         """See `ImageSource`."""

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from extract import defaults
+from extract.images.decoding import AS_DEFAULT, DecodeOptions
 from extract.images.sources import OnDisk
 from extract.system.optional_libraries import library
 
@@ -225,15 +225,12 @@ class Video:
         self._wanted = 0  # time stamp
         self._graph: tuple[Any, Any] = None, None
 
-    def picture(
-        self, microseconds: int, max_pixels: int = defaults.MAX_PIXELS, orientation: str = defaults.ORIENTATION
-    ) -> Image.Image:
+    def picture(self, microseconds: int, options: DecodeOptions = AS_DEFAULT) -> Image.Image:
         """Return the RGB picture of the frame that is shown at a time, of no other.
 
         Args:
             microseconds: its time.
-            max_pixels: a larger picture is refused.
-            orientation: "exif": turned as the display matrix of the file says; "ignore": as stored.
+            options: of which `orientation` "exif" means: turned as the display matrix of the file says.
 
         Raises:
             ValueError: there is no frame at this time, or it is damaged, as far as its format has checks.
@@ -246,10 +243,10 @@ class Video:
             frame = self._frame_at(position)
             if frame is None:
                 raise ValueError("the frame at this time cannot be decoded: the video is cut or damaged")
-            if frame.width * frame.height > max_pixels:
+            if frame.width * frame.height > options.max_pixels:
                 raise ValueError(f"{frame.width}x{frame.height} pixels; --max-pixels sets the limit")
             picture = Image.fromarray(self._rgb(frame))
-        turn = _turn(frame) if orientation == "exif" else None
+        turn = _turn(frame) if options.orientation == "exif" else None
         return picture if turn is None else picture.transpose(turn)
 
     def _frame_at(self, position: int) -> Any:

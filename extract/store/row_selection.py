@@ -201,8 +201,8 @@ class RowSelection:
 
     def texts(self, name: str, start: int, stop: int) -> list[str]:
         """Return the path, split, id or text of a kept column of some of the rows."""
-        if self.names is not None:
-            column = {"path": self.names.paths, "split": self.names.splits}[name]
+        if self.names is not None and name in ("path", "split"):
+            column = self.names.paths if name == "path" else self.names.splits
             return [os.fsdecode(text) for text in column[start:stop].tolist()]
         return self.shard.text(name, slice(start, stop) if self.chosen is None else self.chosen[start:stop])
 
@@ -214,8 +214,7 @@ class RowSelection:
     @property
     def kept_columns(self) -> dict[str, str]:
         """Name in the shard -> "S" for text, "i" or "f" for numbers, of the kept columns."""
-        kept = self.shard.kept_columns if self.names is None else {}
-        return {name: dtype.kind for name, dtype in kept.items()}
+        return {name: dtype.kind for name, dtype in self.shard.kept_columns.items()}
 
     @property
     def classes(self) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError
-from extract.images.image_list import texts_hash
+from extract.images.image_list import texts_hash, values_at
 from extract.store.format.dataset import DataSet, remove_strays, shard_rows_for
 from extract.store.format.kept_axes import copy_axes
 from extract.store.format.layout import RowNames
@@ -133,12 +133,16 @@ def rewrite(out: Path, records: Records, passes: Sequence[int], unused_before_ns
     recorded = sum(size for old_pass, (_, size) in _sizes_of_passes(records, 0).items() if old_pass in set(passes))
     number = records.next_pass(out)
     of_passes = np.isin(records.array["pass"], passes)
+    kept = of_passes & _is_kept(records, unused_before_ns)
+    names = records.array["path"][kept]
     try:
-        moved = _copy_rows(out, records.array[of_passes & _is_kept(records, unused_before_ns)], passes, number)
+        moved = _copy_rows(out, records.array[kept], passes, number)
     except BaseException:
         shutil.rmtree(pass_folder(out, number), ignore_errors=True)
         raise
     records.replace(np.concatenate([records.array[~of_passes], moved]))
+    if len(moved) < len(names):
+        records.unsettle(np.setdiff1d(names, moved["path"]))
     n_rows = len(np.unique(moved["row"]))
     return Compacted(len(passes), n_rows, recorded - n_rows)
 
@@ -170,7 +174,7 @@ def _write(
     compress = compressions[0] if compressions and compressions[0] in COMPRESSIONS else None
     old_dataset = DataSet.open(folder.with_name(f"{passes[0]:06d}"))
     images = {
-        "root": old_dataset.images["root"],
+        **{name: value for name, value in old_dataset.images.items() if name in ("root", "parts")},
         "count": len(paths),
         "paths_xxh3": texts_hash([paths]),
     }
@@ -178,9 +182,12 @@ def _write(
     dataset = DataSet(folder, old_dataset.depends_on, old_dataset.features, images, shard_rows)
     provenance = {**reader.provenance, "compacted_from": list(passes)}
 
+    columns = {name: values_at(values, source.tolist()) for name, values in reader.columns.items()}
+
     def names(row_range: range) -> RowNames:
-        no_labels = np.full(len(row_range), -1, np.int64)
-        return RowNames(paths[row_range.start : row_range.stop], no_labels, [""] * len(row_range), [])
+        part, no_labels = slice(row_range.start, row_range.stop), np.full(len(row_range), -1, np.int64)
+        kept = {name: values[part] for name, values in columns.items()}
+        return RowNames(paths[part], no_labels, [""] * len(row_range), [], columns=kept)
 
     with dataset.locked():
         dataset.open_or_create()

@@ -1,7 +1,8 @@
-"""Compare a scanned folder with the records: which files are to be computed, and which have stored features.
+"""Compare a scanned folder with the records: which rows are to be computed, and which have stored features.
 
 A file is examined only if it is new, may have changed, or is due for a retry. It is hashed only if a stored image has
-the same size, so a first pass reads each file once.
+the same size, so a first pass reads each file once. Where rows are parts of files, the parts of an examined file are
+listed again; the hash of each follows from that of the file.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ import xxhash
 from numpy.typing import NDArray
 
 from extract.errors import InputError
+from extract.images.image_list import Images
+from extract.images.part_names import file_of, part_hash
 from extract.images.sources import TooLargeError, check_file_size
 from extract.row_status import Status
 from extract.sync.records import NO_HASH, Records, locate
 from extract.sync.scan import NO_FILE, ScannedFile
 from extract.system.atomic_files import open_regular
 
-__all__ = ["Difference", "Guards", "Report", "Resolved", "ScannedFolder", "StoppedError", "compare", "difference",
-           "is_settled", "time_before"]  # fmt: skip
+__all__ = ["Candidate", "Difference", "Guards", "Report", "Resolved", "Row", "ScannedFolder", "StoppedError", "compare",
+           "difference", "is_settled", "time_before"]  # fmt: skip
 
 _S = 1_000_000_000  # nanoseconds
 # A file system may record times in steps of 2 s (FAT); a file that changes twice within a step looks unchanged. git
@@ -64,11 +67,11 @@ class Guards:
 
 @dataclass
 class Report:
-    """Result of a pass, in numbers of files.
+    """Result of a pass, in numbers of files; `failed`, `computed` and `rows` count rows.
 
     Attributes:
         added, changed, renamed, deleted: compared with the previous version. A copy of a stored image counts as added,
-            but is not computed. A file that is left out counts as deleted.
+            but is not computed. A file that is left out, or has no parts any more, counts as deleted.
         unchanged: files with unchanged content, including files whose times have changed.
         failed: rows of the new version without valid features.
         waiting: files left for the next pass because they may still be being written.
@@ -108,19 +111,26 @@ class Candidate(NamedTuple):
 
     Attributes:
         file: the file.
-        record: index of the record of its path; None if the path is new.
+        records: indices of the records of its path: one, or one for each part; none if the path is new.
         unchanged: whether size and times are unchanged.
     """
 
     file: ScannedFile
-    record: int | None
+    records: list[int]
     unchanged: bool
 
 
-class Resolved(NamedTuple):
-    """A file, and the index of a record with the row that holds its features."""
+class Row(NamedTuple):
+    """A row: its name, which is the path of a file or names a part of it, and the file."""
 
+    name: bytes
     file: ScannedFile
+
+
+class Resolved(NamedTuple):
+    """A row, and the index of a record with the row that holds its features."""
+
+    row: Row
     record: int
 
 
@@ -132,12 +142,14 @@ class ScannedFolder:
         n_files: number of files.
         candidates: files that are new, may have changed, or have failed and are due for a retry.
         gone: (N,) whether each record is that of a file which the scan did not see.
+        is_first: (N,) whether each record is the first of a file, of which it may have several.
         scanned_ns, ended_ns: when the scan began and ended.
     """
 
     n_files: int
     candidates: list[Candidate]
     gone: NDArray[np.bool_]
+    is_first: NDArray[np.bool_]
     scanned_ns: int
     ended_ns: int
 
@@ -147,17 +159,19 @@ class Difference:
     """Difference between a scanned folder and the data set.
 
     Attributes:
-        resolved: examined files whose features are stored.
-        todo: files to compute.
-        stored: path -> index of its record, for the examined files.
-        retried: number of files in `todo` whose rows had failed.
+        examined: the examined files.
+        resolved: their rows whose features are stored.
+        todo: their rows to compute, sorted by name.
+        listed: their rows as images.
+        renamed: paths of the files that were renamed.
         vanished: number of files of the data set that no longer exist and were not renamed, or are dangling links now.
     """
 
+    examined: list[Candidate]
     resolved: list[Resolved]
-    todo: list[ScannedFile]
-    stored: dict[bytes, int]
-    retried: int
+    todo: list[Row]
+    listed: Images
+    renamed: set[bytes]
     vanished: int
 
 
@@ -172,28 +186,29 @@ def compare(files: Iterable[ScannedFile], records: Records, guards: Guards, now_
         now_ns: returns the current time.
     """
     scanned_ns, array = now_ns(), records.array
-    order = np.argsort(array["path"], kind="stable")
-    paths = array["path"][order]
+    order, paths, begins = records.by_file()
     may_rest = (array["settled"] == 1) & ~_is_due(array, guards, scanned_ns)
-    candidates, gone, n_files = [], records.of_files, 0
+    may_rest = np.logical_and.reduceat(may_rest[order], begins[:-1])  # (F,)
+    candidates, is_seen, n_files = list[Candidate](), np.zeros(len(paths), np.bool_), 0
     distinct = (next(same) for _, same in itertools.groupby(files, key=operator.itemgetter(0)))
     while batch := list(itertools.islice(distinct, _COMPARED)):
         n_files += len(batch)
         scanned_paths, *scanned = map(np.array, zip(*batch, strict=True))
         at, recorded = locate(paths, scanned_paths)
-        index = np.full(len(batch), -1)
-        index[recorded] = order[at[recorded]]
-        gone[index[recorded]] = False
+        is_seen[at[recorded]] = True
+        first = order[begins[at[recorded]]]
         unchanged = recorded.copy()
         for name, values in zip(("size", "mtime_ns", "ctime_ns"), scanned, strict=True):
-            unchanged[recorded] &= array[name][index[recorded]] == values[recorded]
+            unchanged[recorded] &= array[name][first] == values[recorded]
         rests = unchanged.copy()
-        rests[recorded] &= may_rest[index[recorded]]
-        candidates += [
-            Candidate(batch[i], int(index[i]) if recorded[i] else None, bool(unchanged[i]))
-            for i in np.flatnonzero(~rests).tolist()
-        ]
-    return ScannedFolder(n_files, candidates, gone, scanned_ns, now_ns())
+        rests[recorded] &= may_rest[at[recorded]]
+        for i in np.flatnonzero(~rests).tolist():
+            of_file = order[begins[at[i]] : begins[at[i] + 1]].tolist() if recorded[i] else []
+            candidates.append(Candidate(batch[i], of_file, bool(unchanged[i])))
+    gone, is_first = records.of_files, np.zeros(len(array), np.bool_)
+    gone[order[np.repeat(is_seen, np.diff(begins))]] = False
+    is_first[order[begins[:-1]]] = True
+    return ScannedFolder(n_files, candidates, gone, is_first & records.of_files, scanned_ns, now_ns())
 
 
 def _is_due(array: NDArray[Any], guards: Guards, scanned_ns: int) -> NDArray[np.bool_]:
@@ -205,17 +220,24 @@ def _is_due(array: NDArray[Any], guards: Guards, scanned_ns: int) -> NDArray[np.
 
 
 def difference(
-    root: str, records: Records, scanned: ScannedFolder, guards: Guards, report: Report, stop: Callable[[], bool]
+    root: str,
+    records: Records,
+    scanned: ScannedFolder,
+    guards: Guards,
+    report: Report,
+    stop: Callable[[], bool],
+    rows_of: Callable[[list[ScannedFile]], Images],
 ) -> Difference:
-    """Return what the scanned folder has and the data set has not, and count it in a report.
+    """Return what the scanned folder has and the data set has not.
 
     Args:
         root: the folder.
         records: the records.
         scanned: the folder, compared with the records.
         guards: how long a file must be unchanged, and when a failed file is retried.
-        report: receives the numbers of files that need no computation, by what has happened to them.
+        report: receives the number of waiting files.
         stop: called for each hashed file; True stops the pass.
+        rows_of: lists the rows of files, sorted by name: the files, or their parts.
 
     Raises:
         StoppedError: `stop` returned True.
@@ -224,42 +246,42 @@ def difference(
     retry_before_ns = time_before(scanned_ns, guards.retry_after_s)
     settle_ns = int(guards.settle_s * _S)
     recent = range(scanned_ns - settle_ns + 1, scanned.ended_ns + settle_ns) if settle_ns else range(0)
-    readable = _without_unreadable(root, array, scanned.candidates)
+    readable = _without_unreadable(root, records, scanned.candidates)
     candidates = [candidate for candidate in readable if not _may_be_being_written(candidate, recent)]
-    stored = {candidate.file.path: candidate.record for candidate in candidates if candidate.record is not None}
-    resolved, todo, moved = _match_by_hash(root, array, candidates, retry_before_ns, stop)
-    report.waiting = len(readable) - len(candidates) + moved
-    gone = array["hash"][scanned.gone]
-    gone_hashes = Counter(gone.tolist())
+    files = {candidate.file.path: candidate.file for candidate in candidates}
+    listed = rows_of(list(files.values()))
+    rows = [Row(os.fsencode(name), files[os.fsencode(file_of(name))]) for name in listed.paths]
+    resolved, todo, moved = _match_by_hash(root, array, rows, retry_before_ns, stop)
+    report.waiting = len(readable) - len(candidates) + len(moved)
+    candidates = [candidate for candidate in candidates if candidate.file.path not in moved]
+    gone = array["hash"][scanned.gone & scanned.is_first]
+    gone_hashes, renamed = Counter(gone.tolist()), set[bytes]()
     gone_hashes.pop(NO_HASH.item(), None)
-    for entry in resolved:
-        content, old = array["hash"][entry.record].item(), stored.get(entry.file.path)
-        if old is None and gone_hashes[content] > 0:
+    new = {candidate.file.path for candidate in candidates if not candidate.records}
+    for (_, file), record in resolved:
+        content = array["hash"][record].item()
+        if file.path in new and gone_hashes[content] > 0:  # of parts, that of one tells
             gone_hashes[content] -= 1
-            report.renamed += 1
-        elif old is None:
-            report.added += 1
-        elif array["hash"][old].item() != content:
-            report.changed += 1
-    report.deleted = len(gone) - report.renamed
+            new.remove(file.path)
+            renamed.add(file.path)
     # A dangling link whose target was an image counts as a vanished file.
     dangling = sum(
-        candidate.file.size == NO_FILE and candidate.record is not None
-        and array["status"][candidate.record] == Status.OK
+        candidate.file.size == NO_FILE and bool((array["status"][candidate.records] == Status.OK).any())
         for candidate in candidates
-    )  # fmt: skip
-    retried = sum((old := stored.get(file.path)) is not None and array["status"][old] != Status.OK for file in todo)
-    return Difference(resolved, todo, stored, int(retried), report.deleted + int(dangling))
+    )
+    return Difference(candidates, resolved, todo, listed, renamed, len(gone) - len(renamed) + dangling)
 
 
-def _without_unreadable(root: str, array: NDArray[Any], candidates: list[Candidate]) -> list[Candidate]:
+def _without_unreadable(root: str, records: Records, candidates: list[Candidate]) -> list[Candidate]:
     """Drop files that could not be read and still cannot: for them no backbone is loaded, and no pass fails."""
+    without_hash = set(np.flatnonzero(records.array["hash"] == NO_HASH).tolist())
     unread = [
         candidate.file
         for candidate in candidates
-        if candidate.unchanged and candidate.file.size >= 0 and array["hash"][candidate.record] == NO_HASH
+        if candidate.unchanged and candidate.file.size >= 0 and not without_hash.isdisjoint(candidate.records)
     ]
-    unreadable = {file for file, content in zip(unread, _hashes_of(root, unread), strict=True) if content is None}
+    hashes = _hashes_of(root, unread, is_limited=not records.parts)  # slides and videos may have any size
+    unreadable = {file for file, content in zip(unread, hashes, strict=True) if content is None}
     return [candidate for candidate in candidates if candidate.file not in unreadable]
 
 
@@ -275,38 +297,43 @@ def _may_be_being_written(candidate: Candidate, recent: range) -> bool:
 
 
 def _match_by_hash(
-    root: str, array: NDArray[Any], candidates: list[Candidate], retry_before_ns: int, stop: Callable[[], bool]
-) -> tuple[list[Resolved], list[ScannedFile], int]:
-    """Return files whose features are stored, files to compute, and the number of files changed since the scan.
+    root: str, array: NDArray[Any], rows: list[Row], retry_before_ns: int, stop: Callable[[], bool]
+) -> tuple[list[Resolved], list[Row], set[bytes]]:
+    """Return rows whose features are stored, rows to compute, and the paths of the files changed since the scan.
 
     A file can equal a stored image only if their sizes are equal; no other file is hashed.
     """
-    resolved: list[Resolved] = []
-    moved = 0
-    files = [candidate.file for candidate in candidates]
+    resolved, todo = list[Resolved](), list[Row]()
+    files = list(dict.fromkeys(row.file for row in rows))
     sizes = np.array([file.size for file in files], np.int64)
-    by_hash = _records_by_hash(array, sizes)
+    by_hash = _records_by_hash(array, sizes, retry_before_ns)
     may_be_stored = (sizes >= 0) & np.isin(sizes, array["size"][list(by_hash.values())])
     to_hash = [file for file, may_be in zip(files, may_be_stored.tolist(), strict=True) if may_be]
-    todo = [file for file, may_be in zip(files, may_be_stored.tolist(), strict=True) if not may_be]
+    contents: dict[bytes, bytes | None] = {}
     for file, content in zip(to_hash, _hashes_of(root, to_hash), strict=True):
         if stop():
             raise StoppedError
-        record = by_hash.get(content) if content is not None else None  # none is stored under MOVED
-        if content is MOVED:
-            moved += 1
-        elif record is not None and (
-            array["status"][record] == Status.OK or array["tried_ns"][record] >= retry_before_ns
-        ):
-            resolved.append(Resolved(file, record))
+        contents[file.path] = content
+    moved = {path for path, content in contents.items() if content is MOVED}
+    for row in rows:
+        if row.file.path in moved:
+            continue
+        content, fragment = contents.get(row.file.path), row.name[len(row.file.path) + 1 :]
+        record = by_hash.get(part_hash(content, fragment)) if content is not None else None
+        if record is not None:
+            resolved.append(Resolved(row, record))
         else:
-            todo.append(file)
-    return resolved, sorted(todo), moved
+            todo.append(row)
+    return resolved, todo, moved
 
 
-def _records_by_hash(array: NDArray[Any], sizes: NDArray[np.int64]) -> dict[bytes, int]:
-    """Return hash -> index of a record with it, of images of these sizes; preferably one that has not failed."""
-    possible = np.flatnonzero(np.isin(array["size"], sizes) & (array["hash"] != NO_HASH))
+def _records_by_hash(array: NDArray[Any], sizes: NDArray[np.int64], retry_before_ns: int) -> dict[bytes, int]:
+    """Return hash -> index of a record with it, of images of these sizes; preferably one that has not failed.
+
+    A record that has failed before `retry_before_ns` is none.
+    """
+    counts = (array["status"] == Status.OK) | (array["tried_ns"] >= retry_before_ns)
+    possible = np.flatnonzero(np.isin(array["size"], sizes) & (array["hash"] != NO_HASH) & counts)
     failed = array["status"][possible] != Status.OK
     preferred = possible[np.lexsort((array["tried_ns"][possible], ~failed))]  # the best last: it replaces the others
     return dict(zip(array["hash"][preferred].tolist(), preferred.tolist(), strict=True))
@@ -326,16 +353,16 @@ def time_before(now_ns: int, seconds: float) -> int:
     return now_ns - int(seconds * _S)
 
 
-def _hashes_of(root: str, files: Sequence[ScannedFile]) -> Iterator[bytes | None]:
+def _hashes_of(root: str, files: Sequence[ScannedFile], is_limited: bool = False) -> Iterator[bytes | None]:
     """Yield the xxh3-128 of each file's bytes; `MOVED` if it has changed since the scan, None if it cannot be read."""
     with ThreadPoolExecutor(_THREADS) as threads:
         for start in range(0, len(files), _AHEAD):
-            yield from threads.map(lambda file: _hash_of(root, file), files[start : start + _AHEAD])
+            yield from threads.map(lambda file: _hash_of(root, file, is_limited), files[start : start + _AHEAD])
 
 
-def _hash_of(root: str, file: ScannedFile) -> bytes | None:
+def _hash_of(root: str, file: ScannedFile, is_limited: bool) -> bytes | None:
     try:
-        check_file_size(file.size)
+        check_file_size(file.size if is_limited else 0)
         with os.fdopen(open_regular(Path(root, os.fsdecode(file.path))), "rb", buffering=0) as opened:
             digest = hashlib.file_digest(opened, xxhash.xxh3_128)
             file_stat = os.fstat(opened.fileno())  # after the last byte, so that it shows every change before that

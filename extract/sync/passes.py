@@ -12,8 +12,9 @@ import itertools
 import os
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
-from extract.images.image_list import Images
+from extract.images.image_list import Images, are_frames, suffixes_of
 from extract.images.named_images import NamedImages, named_images
+from extract.images.part_names import file_of, fragment_of
 from extract.images.sources import Files
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, remove_strays
@@ -30,6 +32,8 @@ from extract.store.format.differences import changes, differences
 from extract.store.format.version import pass_folder
 from extract.sync.compaction import compact_passes, rewrite
 from extract.sync.difference import (
+    Candidate,
+    Difference,
     Guards,
     Report,
     Resolved,
@@ -41,11 +45,12 @@ from extract.sync.difference import (
     time_before,
 )
 from extract.sync.records import Records, load, publish, row_numbers, stored_rows
-from extract.sync.scan import NO_FILE, Scan, ScannedFile
+from extract.sync.scan import NO_FILE, Scan, ScannedFile, has_changed
 from extract.system.atomic_files import kept, locked, own_folder
 
 if TYPE_CHECKING:
     from extract.extraction.plan import Plan
+    from extract.extraction.settings import ExtractionSettings
 
 __all__ = ["Pass", "VanishedError"]
 
@@ -70,6 +75,7 @@ class Pass:
         plan_for: returns the plan for computing features of images into a folder; called only if there are images to
             compute or `configuration` has changed.
         configuration: the requested settings that the features depend on.
+        parts: settings that ask for rows that are parts of files, but no boxes; None: rows are whole files.
         without: images of the folder to leave out; see `named_images`.
         guards: safety limits.
         force: proceed even if most files are gone or the data set belongs to another folder.
@@ -87,6 +93,7 @@ class Pass:
     out: Path
     plan_for: Callable[[Images, Path], Plan]
     configuration: dict[str, Any]
+    parts: ExtractionSettings | None = None
     without: Any = None
     guards: Guards = field(default_factory=Guards)
     force: bool = False
@@ -114,6 +121,11 @@ class Pass:
         start = time.perf_counter()
         self.report, self.published = Report(dry_run=self.dry_run), None
         self._named = NamedImages("", {}) if self.without is None else named_images(self.without)
+        if self.parts and (named := next((name for name in self._named.names if fragment_of(name)), None)):
+            raise InputError(
+                f"without: {self._named.where} names a part, {named}; of parts, sync leaves out whole files",
+                hint=f"name {file_of(named)}",
+            )
         self._check_out()
         try:
             # A dry run takes a shared lock. It needs a file that is open for reading only, so nothing in `out` changes,
@@ -162,7 +174,8 @@ class Pass:
         if records.made_again:
             self.report.notes.append(f"the records of files were made again from the passes: {records.made_again}")
         self._repair_passes(records)
-        scan = Scan(self.root)
+        self._check_parts(records)
+        scan = Scan(self.root, suffixes_of(self.parts))
         files = scan.files()
         if self.without is not None:
             files = self._named.others(files, lambda file: os.fsdecode(file.path))
@@ -180,12 +193,13 @@ class Pass:
             if self._named.found or self.published is None:
                 self._named.check()
             self.report.notes.append(self._named.note)
-        if not scanned.n_files and not records.n_files:
-            raise InputError(f"{self.root}: no images", hint="images end in .jpg, .png, .tif, .webp and others")
+        n_files, what = int(scanned.is_first.sum()), "videos" if are_frames(self.parts) else "images"
+        if not scanned.n_files and not n_files:
+            hint = "images end in .jpg, .png, .tif, .webp and others"
+            raise InputError(f"{self.root}: no {what}", hint=hint if what == "images" else "")
         if not scanned.n_files and not self.force:
             raise VanishedError(
-                f"{self.root}: none of the {records.n_files:,} images was found; is the disk mounted? Nothing was "
-                "changed",
+                f"{self.root}: none of the {n_files:,} {what} was found; is the disk mounted? Nothing was changed",
                 hint="`layertap sync CONFIG --force` confirms the deletion",
             )
         if not self.dry_run:
@@ -223,6 +237,17 @@ class Pass:
                 if version is None or number not in version.passes:  # no reader needs it
                     shutil.rmtree(pass_folder(self.out, number), ignore_errors=True)
 
+    def _check_parts(self, records: Records) -> None:
+        """Check that the stored rows are the requested parts of files.
+
+        Raises:
+            InputError: they are others.
+        """
+        asked = self.parts.asked() if self.parts else {}
+        stored = self._stored(records)
+        self._refuse("parts of files", differences(stored.images.get("parts", {}), asked) if stored else [])
+        records.parts = asked
+
     def _check_configuration(self, records: Records) -> None:
         """Check that the requested features match the stored features, if the configuration has changed.
 
@@ -232,17 +257,24 @@ class Pass:
         if records.configuration == self.configuration:
             return
         if self.published is not None or len(records.array):
-            sample = Images(self.root, ["x"], np.full(1, -1), [], [""], Files(self.root, ["x"]))
+            sample = self._images([b"x#xywh=0,0,1,1" if self.parts else b"x"])
             self._check_fits(records, self.plan_for(sample, self.out / "passes" / "none").dataset)
         records.set_settings(configuration=self.configuration)
 
     def _check_fits(self, records: Records, dataset: DataSet) -> None:
-        stored = self.published
-        if stored is None and records.passes:  # of a first pass that was not published
-            stored = DataSet.open(pass_folder(self.out, records.passes[0]))
-        if stored and (changed := differences(stored.depends_on, dataset.depends_on)):
+        stored = self._stored(records)
+        self._refuse("features", differences(stored.depends_on, dataset.depends_on) if stored else [])
+
+    def _stored(self, records: Records) -> DataSet | None:
+        """Return the published data set, or that of a first pass that was not published."""
+        if self.published is None and records.passes:
+            return DataSet.open(pass_folder(self.out, records.passes[0]))
+        return self.published
+
+    def _refuse(self, what: str, changed: list[str]) -> None:
+        if changed:
             raise InputError(
-                f"{self.out} holds other features; rows with these differences cannot be mixed:\n  "
+                f"{self.out} holds other {what}; rows with these differences cannot be mixed:\n  "
                 + "\n  ".join(changed),
                 hint="choose another output folder, or delete this one",
             )
@@ -256,7 +288,7 @@ class Pass:
         computed_with, installed = records.versions, plan.provenance["versions"]
         if computed_with == installed:
             return
-        if computed_with and self.published and records.n_failed < records.n_files:
+        if computed_with and self.published and records.n_failed < records.n_rows:
             from extract.extraction.reproduce import recheck
 
             rechecked = recheck(self.out, _RECHECKED, images=self.root, backbone=plan.backbone, workers=0)
@@ -278,57 +310,95 @@ class Pass:
     # Computation
 
     def _compute_new_files(self, records: Records, scanned: ScannedFolder) -> None:
-        """Compute files without stored features, and record the row of each file.
+        """Compute rows without stored features, and record the rows of each file.
 
         Raises:
             VanishedError: too many files are gone.
             StoppedError: the pass was stopped on request.
         """
-        report = self.report
-        folder_changes = difference(self.root, records, scanned, self.guards, report, self.stop)
-        n_files, n_gone = records.n_files, int(scanned.gone.sum())
-        left_out = sum(os.fsdecode(path) in self._named.found for path in records.array["path"][scanned.gone].tolist())
-        vanished = folder_changes.vanished - left_out
+        report, gone = self.report, scanned.gone
+        found = difference(self.root, records, scanned, self.guards, report, self.stop, self._rows_of)
+        n_files, n_gone = int(scanned.is_first.sum()), int((gone & scanned.is_first).sum())
+        gone_files = records.files[gone & scanned.is_first].tolist() if self._named.found else []
+        vanished = found.vanished - sum(os.fsdecode(path) in self._named.found for path in gone_files)
         if vanished > self.guards.max_vanish * n_files and not self.force:
             raise VanishedError(
                 f"{self.root}: {vanished:,} of {n_files:,} images are gone, more than "
                 f"{self.guards.max_vanish:.0%} (max_vanish); is the disk mounted? Nothing was changed",
                 hint="`layertap sync CONFIG --force` confirms the deletion",
             )
-        todo = folder_changes.todo
+        array, resolved, late = records.array, found.resolved, set[bytes]()
         if self.dry_run:
-            report.computed = len(todo)
-            new = sum(file.path not in folder_changes.stored for file in todo)
-            report.added += new
-            report.changed += len(todo) - new - folder_changes.retried
-            report.rows = n_files - n_gone + report.added + report.renamed
+            report.computed = len(found.todo)
+        elif found.todo:
+            array, computed = self._compute_pass(records, found)
+            late = {row.file.path for row in set(found.todo) - {each.row for each in computed}}
+            resolved = resolved + computed
+        if self.parts:  # one state of a file has all of its rows, or none
+            late |= {each.file.path for each in found.examined if has_changed(self.root, each.file)}
+        examined = [each for each in found.examined if each.file.path not in late]
+        resolved = [each for each in resolved if each.row.file.path not in late]
+        report.waiting += len(late)
+        replaced = gone.copy()
+        replaced[[record for each in examined for record in each.records]] = True
+        n_emptied = self._count(found, examined, resolved, array)
+        report.deleted = n_gone - report.renamed + n_emptied
+        report.unchanged = n_files - n_gone - n_emptied - report.changed
+        if self.dry_run:
+            report.rows = records.n_rows - int(replaced.sum()) + len(resolved) + len(found.todo)
             report.version = self._published_number()
-        else:
-            array, resolved = records.array, folder_changes.resolved
-            if todo:
-                array, computed = self._compute_pass(records, todo, folder_changes.stored)
-                report.waiting += len(todo) - len(computed)
-                resolved = resolved + computed
-            if resolved or n_gone:
-                replaced = scanned.gone.copy()
-                stored = folder_changes.stored
-                replaced[[stored[entry.file.path] for entry in resolved if entry.file.path in stored]] = True
-                records.replace(_applied(array, resolved, replaced, scanned.scanned_ns, self.now_ns()))
-            report.rows = records.n_files
-        report.unchanged = report.rows - report.added - report.changed - report.renamed
+            return
+        if replaced.any() or resolved:
+            records.replace(_applied(array, resolved, replaced, scanned.scanned_ns, self.now_ns()))
+        report.rows = records.n_rows
 
-    def _compute_pass(
-        self, records: Records, todo: Sequence[ScannedFile], stored: dict[bytes, int]
-    ) -> tuple[NDArray[Any], list[Resolved]]:
-        """Compute files as a new pass.
+    def _count(
+        self, found: Difference, examined: list[Candidate], resolved: list[Resolved], array: NDArray[Any]
+    ) -> int:
+        """Count in the report what has happened to the examined files; return how many have no parts any more."""
+        report, hashes = self.report, defaultdict[bytes, set[bytes]](set)
+        for (_, file), record in resolved:
+            hashes[file.path].add(array["hash"][record].item())
+        for _, file in found.todo if self.dry_run else ():
+            hashes[file.path].add(b"")  # not known
+        n_emptied = 0
+        for file, old, _ in examined:
+            if (new := hashes.get(file.path)) is None:
+                n_emptied += bool(old)
+            elif not old:
+                report.renamed += file.path in found.renamed
+                report.added += file.path not in found.renamed
+            elif b"" in new:  # else a row that failed is tried again
+                report.changed += bool((array["status"][old] == Status.OK).all())
+            else:
+                report.changed += new != set(array["hash"][old].tolist())
+        return n_emptied
+
+    def _rows_of(self, files: list[ScannedFile]) -> Images:
+        """List files, or their parts, sorted by name."""
+        images = self._images([file.path for file in files])
+        if self.parts:
+            from extract.images.parts.listing import parts_of
+
+            images = parts_of(images, self.parts, may_be_none=True)
+            self.report.notes += images.notes
+        return images
+
+    def _images(self, names: Sequence[bytes]) -> Images:
+        paths = [os.fsdecode(name) for name in sorted(names)]
+        no_labels = np.full(len(paths), -1, np.int64)
+        return Images(self.root, paths, no_labels, [], [""] * len(paths), Files(self.root, paths))
+
+    def _compute_pass(self, records: Records, found: Difference) -> tuple[NDArray[Any], list[Resolved]]:
+        """Compute rows as a new pass.
 
         Args:
             records: the records.
-            todo: the files.
-            stored: path -> index of its record.
+            found: the rows to compute, and the examined files.
 
         Returns:
-            the records and those of the computed rows, and the files without those that have changed since the scan.
+            the records and those of the computed rows, and the rows without those of files that have changed since the
+            scan.
 
         Raises:
             InputError: the requested features differ from the stored features.
@@ -336,14 +406,15 @@ class Pass:
         """
         from extract.extraction.run import extract
 
-        number = records.next_pass(self.out)
-        paths = [os.fsdecode(file.path) for file in todo]
-        no_labels = np.full(len(paths), -1, np.int64)
-        images = Images(self.root, paths, no_labels, [], [""] * len(paths), Files(self.root, paths))
+        number, names = records.next_pass(self.out), {os.fsdecode(row.name) for row in found.todo}
+        images = found.listed.select([i for i, name in enumerate(found.listed.paths) if name in names])
         plan = self.plan_for(images, pass_folder(self.out, number))
+        if records.parts:
+            of_parts = replace(plan.dataset, images=plan.dataset.images | {"parts": records.parts})
+            plan = replace(plan, dataset=of_parts)
         self._check_fits(records, plan.dataset)
         self._check_versions(records, plan)
-        self.on_plan(plan, len(todo))
+        self.on_plan(plan, len(names))
         summary = extract(
             plan,
             has_stored_rows=self.published is not None,
@@ -358,18 +429,17 @@ class Pass:
         now_ns = self.now_ns()
         rows = stored_rows(pass_folder(self.out, number), now_ns)
         array = np.concatenate([records.array, rows])
+        stored = {array["path"][i]: i for each in found.examined for i in each.records}
         resolved = []
-        for index, file, row in zip(itertools.count(len(records.array)), todo, rows, strict=False):
-            if not _is_row_of(row, file):
+        for index, todo, row in zip(itertools.count(len(records.array)), found.todo, rows, strict=False):
+            if not _is_row_of(row, todo.file):
                 continue
-            old = stored.get(file.path)
+            old = stored.get(todo.name)
             same = old is not None and bool(array["hash"][old] == row["hash"])
-            self.report.added += old is None
-            self.report.changed += old is not None and not same
             if same and row["status"] != Status.OK and array["status"][old] == row["status"]:
                 array["tried_ns"][old] = now_ns  # another attempt has failed; its row is as good as the new one
-                index = stored[file.path]
-            resolved.append(Resolved(file, index))
+                index = stored[todo.name]
+            resolved.append(Resolved(todo, index))
         return array, resolved
 
 
@@ -380,19 +450,19 @@ def _applied(
 
     Args:
         array: the records, and those of computed rows.
-        resolved: files with the rows that they have now.
+        resolved: rows of files, with the records that have their features now.
         replaced: (N,) whether each of the first N records is that of such a file, or of one that no longer exists.
         scanned_ns: when the scan began.
         now_ns: since when rows that no file needs any more are not needed.
     """
-    paths = np.array([entry.file.path for entry in resolved], "S")
+    paths = np.array([entry.row.name for entry in resolved], "S")
     path_type = np.promote_types(array["path"].dtype, paths.dtype)
     records = np.array([entry.record for entry in resolved], np.int64)
     new = array[records].astype([("path", path_type), *array.dtype.descr[1:]])
     new["path"] = paths
     for name in ("size", "mtime_ns", "ctime_ns"):
-        new[name] = [getattr(entry.file, name) for entry in resolved]
-    new["settled"] = [is_settled(entry.file, scanned_ns) for entry in resolved]
+        new[name] = [getattr(entry.row.file, name) for entry in resolved]
+    new["settled"] = [is_settled(entry.row.file, scanned_ns) for entry in resolved]
     stays = array["path"] != b""
     stays[: len(replaced)] &= ~replaced
     files = np.concatenate([array[stays], new])

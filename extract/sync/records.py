@@ -3,6 +3,9 @@
 Features belong to bytes, not to paths: rename, copy, swap and restore are one case. A record names bytes by their hash,
 and the row that has their features. The record of a file has its path; that of a row that no file needs has none.
 
+Where rows are parts of files, a file has a record for each part, with the name of the part as its path; its hash is
+that of the file and the part. Size, times and `settled` are those of the file, and the same in all of them.
+
 The records are columns of the table of the published version, and are written with it (`publish`). So they are whole,
 their hash is in `dataset.json`, and they belong to this version. What a pass has computed and not published is in its
 folder, where the next pass finds it. Without a readable table, the records are made again from all passes; then each
@@ -26,6 +29,7 @@ from numpy.typing import NDArray
 
 from extract.errors import InputError, LayertapError
 from extract.images.image_list import in_pieces, labels_from_folders, texts_hash
+from extract.images.part_names import file_of
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet, shard_rows_for
 from extract.store.format.untrusted import dataset_in, open_untrusted
@@ -61,6 +65,8 @@ class Records:
         configuration: the requested settings of the features.
         versions: library versions of the last computation.
         last_pass: highest number that a pass had.
+        parts: settings of the parts of files that rows are; empty: rows are whole files. They are in `dataset.json`,
+            since they must not be lost with the table.
         made_again: why the records were made again from the passes; empty if they were read.
         changed: whether they differ from those of the published version.
     """
@@ -69,23 +75,42 @@ class Records:
     configuration: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
     last_pass: int = 0
+    parts: dict[str, Any] = field(default_factory=dict)
     made_again: str = ""
     changed: bool = False
 
     @property
     def of_files(self) -> NDArray[np.bool_]:
-        """(N,) whether each record is that of a file, and not of a row that no file needs."""
+        """(N,) whether each record is that of a file, or of a part of it, and not of a row that no file needs."""
         of_files: NDArray[np.bool_] = self.array["path"] != b""
         return of_files
 
     @property
-    def n_files(self) -> int:
-        """Number of files."""
+    def files(self) -> NDArray[np.bytes_]:
+        """(N,) path of the file of each record; of a row that no file needs, empty."""
+        paths: NDArray[np.bytes_] = self.array["path"]
+        return _files_of_rows(paths) if self.parts else paths
+
+    def by_file(self) -> tuple[NDArray[np.int64], NDArray[np.bytes_], NDArray[np.int64]]:
+        """Return the order of the records by file, the files, ascending, and where the records of each begin.
+
+        The last value is (F + 1,): the records of file i are `order[begins[i] : begins[i + 1]]`.
+        """
+        files = self.files
+        order = np.argsort(files, kind="stable")
+        if not self.parts:
+            return order, files[order], np.arange(len(files) + 1)
+        distinct, begins = np.unique(files[order], return_index=True)
+        return order, distinct, np.append(begins, len(order))
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows that files need; each whole file is one."""
         return int(self.of_files.sum())
 
     @property
     def n_failed(self) -> int:
-        """Number of files without valid features."""
+        """Number of rows without valid features."""
         return int((self.of_files & (self.array["status"] != Status.OK)).sum())
 
     @property
@@ -94,8 +119,8 @@ class Records:
         return np.flatnonzero(np.bincount(self.array["pass"])).tolist()
 
     def below(self, path: bytes) -> NDArray[np.bool_]:
-        """(N,) whether each record is at or below a path."""
-        paths = self.array["path"]
+        """(N,) whether the file of each record is at or below a path."""
+        paths = self.files
         below: NDArray[np.bool_] = (paths >= path + b"/") & (paths < path + b"0")  # "0" is the byte after "/"
         below |= paths == path
         return below
@@ -108,7 +133,15 @@ class Records:
 
     def forget_passes(self, passes: list[int]) -> None:
         """Drop the records of rows of these passes."""
-        self.replace(self.array[~np.isin(self.array["pass"], passes)])
+        lost = np.isin(self.array["pass"], passes)
+        names = self.array["path"][lost]
+        self.replace(self.array[~lost])
+        self.unsettle(names)
+
+    def unsettle(self, names: NDArray[np.bytes_]) -> None:
+        """Have the files of these rows examined: their records were dropped, those of other parts may be there."""
+        if len(names):
+            self.array["settled"][np.isin(self.files, _files_of_rows(names))] = 0
 
     def set_settings(self, **settings: dict[str, Any]) -> None:
         """Set `configuration` or `versions`."""
@@ -122,6 +155,10 @@ class Records:
         if self.last_pass >= _PASSES:
             raise LayertapError(f"{out} has had {_PASSES - 1:,} passes", hint="start a new data set")
         return self.last_pass
+
+
+def _files_of_rows(names: NDArray[np.bytes_]) -> NDArray[np.bytes_]:
+    return np.array([os.fsencode(file_of(os.fsdecode(name))) for name in names.tolist()], names.dtype)
 
 
 def _sorted(array: NDArray[Any]) -> NDArray[Any]:
@@ -190,6 +227,7 @@ def load(out: Path, published: DataSet | None, now_ns: int) -> Records:
         except FileNotFoundError:
             records = Records(made_again="the table of the version is missing")
         assert published.version is not None
+        records.parts = published.images.get("parts", {})
         records.last_pass = max([records.last_pass, *published.version.passes])
         if records.made_again:
             # The highest number is not known, and a pickled reader of a removed pass must not find another of its name.
@@ -321,6 +359,7 @@ def publish(out: Path, root: str, records: Records, published: DataSet | None) -
         number = 1 + (published.version.number if published and published.version else 0)
         rows_xxh3 = write_table(out, number, _columns(records, files, unused))
         images = {"root": root, "count": len(files), "paths_xxh3": texts_hash(in_pieces(np.sort(files["path"])))}
+        images |= {"parts": records.parts} if records.parts else {}
         version = Version(number, rows_xxh3, tuple(passes))
         shard_rows = shard_rows_for(template.features)
         published = DataSet(out, template.depends_on, template.features, images, shard_rows, version)

@@ -14,7 +14,7 @@ from extract.errors import LayertapError
 from extract.images.decoding import IMAGE_SUFFIXES
 from extract.images.listing import entries_below
 
-__all__ = ["Scan", "ScannedFile"]
+__all__ = ["NO_FILE", "Scan", "ScannedFile", "has_changed"]
 
 NO_FILE = -1  # size of a dangling link
 _GONE = (FileNotFoundError, NotADirectoryError)
@@ -38,16 +38,18 @@ class ScannedFile(NamedTuple):
 
 @dataclass
 class Scan:
-    """Files below a folder that have the suffix of an image.
+    """Files below a folder that have the suffix of an image, or one of others.
 
     Attributes:
         root: the folder.
+        suffixes: those of the files.
         unreadable: path below the folder that cannot be read -> reason; files at or below this path are not known to be
             gone.
         dangling: dangling links without such a suffix; their targets may have been folders.
     """
 
     root: str
+    suffixes: frozenset[str] = IMAGE_SUFFIXES
     unreadable: dict[str, str] = field(default_factory=dict)
     dangling: list[str] = field(default_factory=list)
 
@@ -58,7 +60,7 @@ class Scan:
             LayertapError: the folder itself does not exist or cannot be read.
         """
         for relative, entry in entries_below(self.root, self._on_unreadable):
-            image = os.path.splitext(relative)[1].lower() in IMAGE_SUFFIXES  # noqa: PTH122  a Path each is slow
+            image = os.path.splitext(relative)[1].lower() in self.suffixes  # noqa: PTH122  a Path each is slow
             if not image and not _is_link(entry):
                 continue
             try:
@@ -75,8 +77,7 @@ class Scan:
                 continue
             if not image:
                 continue
-            size = file_stat.st_size if stat.S_ISREG(file_stat.st_mode) else 0
-            yield ScannedFile(os.fsencode(relative), size, file_stat.st_mtime_ns, file_stat.st_ctime_ns)
+            yield _scanned(os.fsencode(relative), file_stat)
 
     def _on_unreadable(self, folder: str, error: OSError) -> None:
         if not folder:
@@ -84,6 +85,19 @@ class Scan:
             raise LayertapError(f"cannot read folder {self.root}: {error.strerror}", hint=hint) from error
         if not isinstance(error, _GONE):  # else it was deleted during the scan
             self.unreadable[folder] = error.strerror or str(error)
+
+
+def has_changed(root: str, file: ScannedFile) -> bool:
+    """Return whether a file differs from what a scan saw of it."""
+    try:
+        return _scanned(file.path, os.stat(os.path.join(root, os.fsdecode(file.path)))) != file  # noqa: PTH116, PTH118
+    except OSError:  # a dangling link has not changed
+        return file.size != NO_FILE
+
+
+def _scanned(path: bytes, file_stat: os.stat_result) -> ScannedFile:
+    size = file_stat.st_size if stat.S_ISREG(file_stat.st_mode) else 0
+    return ScannedFile(path, size, file_stat.st_mtime_ns, file_stat.st_ctime_ns)
 
 
 def _is_link(entry: os.DirEntry[str]) -> bool:

@@ -58,3 +58,5 @@ def compare(ctx: click.Context, /, config: Path | None, as_json: bool, **flags: 
     print_result(comparison, as_json, comparison_as_json, print_comparison)
     if not as_json:
         print_line(f"written: {files[0]}, and {len(files) - 1} other files in {resolved.folder}", err=True)
+    if any(entry.error for entry in comparison.backbones):
+        ctx.exit(1)

@@ -13,19 +13,20 @@ from zoneinfo import ZoneInfo
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from extract.errors import InputError, unknown_name
-from extract.extraction.settings import ExtractionSettings, PartSettings
+from extract.extraction.settings import BoxSettings, ExtractionSettings
+from extract.images.image_list import are_asked
 from extract.images.listing import is_plan
 from extract.sync.difference import Guards
 from pipelines.embed.config import FeaturesConfig
-from pipelines.terminal.config import FROZEN, Seconds, Words, checked, read_yaml
+from pipelines.terminal.config import FROZEN, DerivedPartKeys, Seconds, Words, checked, read_yaml
 
 __all__ = ["ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
 
 
-_OF_PARTS = {field.name for field in fields(PartSettings)}
+_OF_BOXES = {field.name for field in fields(BoxSettings)}
 
 
-class SyncConfig(FeaturesConfig):
+class SyncConfig(DerivedPartKeys, FeaturesConfig):
     """Configuration of a data set and the folder that it follows."""
 
     settle: Seconds = Field(
@@ -43,6 +44,7 @@ class SyncConfig(FeaturesConfig):
 
     @model_validator(mode="after")
     def _check_folders(self) -> Self:
+        are_asked(self)  # raises for settings that have no effect
         if "://" in self.images:
             raise ValueError("images: sync follows a folder on this machine, not a URL")
         if "://" in (self.out or ""):
@@ -158,10 +160,10 @@ def load_sync_file(path: Path) -> SyncFile:
         where = f"{path}" + (f", data set {number}" if len(items) > 1 else "")
         merged = {**values, **item}
         for key in merged:
-            if key in _OF_PARTS:
+            if key in _OF_BOXES:
                 raise InputError(
-                    f"{where}: {key}: sync follows whole files, not parts of them",
-                    hint="compute parts into a new data set with `layertap embed`",
+                    f"{where}: {key}: sync follows files, and boxes are a list that changes without them",
+                    hint="compute boxes into a new data set with `layertap embed`",
                 )
             if key not in SyncConfig.model_fields:
                 raise unknown_name("key", str(key), [*SyncConfig.model_fields, "data_sets", "schedule"], where)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from extract.errors import InputError, LayertapError, LockedError, UnknownNameError, first_line
+from extract.images.image_list import are_asked
 from extract.sync.difference import Report
 from extract.sync.passes import Pass
 from extract.system.atomic_files import append_line, write_whole
@@ -110,6 +111,7 @@ def _sync_one(
                 config.folder,
                 lambda images, folder: reporter.plan(config, images, folder),
                 configuration_of(config),
+                config.settings() if are_asked(config) else None,
                 without=config.without,
                 guards=config.guards,
                 force=force,

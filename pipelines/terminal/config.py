@@ -42,6 +42,7 @@ __all__ = [
     "FROZEN",
     "BackboneConfig",
     "DataSetKeys",
+    "DerivedPartKeys",
     "ExtractionKeys",
     "FeatureKeys",
     "Seconds",
@@ -95,9 +96,11 @@ if TYPE_CHECKING:  # a configuration has the attributes of the settings
     DecodingKeys = settings.DecodingSettings
     FeatureKeys = settings.FeatureSettings
     DataSetKeys = settings.DataSetSettings
+    DerivedPartKeys = settings.DerivedPartSettings
     ExtractionKeys = settings.ExtractionSettings
 else:
     BackboneKeys, DecodingKeys = _keys(settings.BackboneSettings), _keys(settings.DecodingSettings)
+    DerivedPartKeys = _keys(settings.DerivedPartSettings)
     FeatureKeys, DataSetKeys = _keys(settings.FeatureSettings), _keys(settings.DataSetSettings)
     ExtractionKeys = _keys(settings.ExtractionSettings)
 

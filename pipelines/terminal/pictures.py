@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageOps
 from extract import defaults
 from extract.errors import InputError, LayertapError, first_line
 from extract.images import listed_again
-from extract.images.decoding import header_size
+from extract.images.decoding import DecodeOptions, header_size
 from extract.images.part_names import file_of, part_of
 from extract.images.part_source import source_of
 from extract.images.sources import Files, ImageSource
@@ -42,9 +42,13 @@ class Pictures:
     def __init__(self, reader: FeatureReader, root: str, rows: Sequence[int], images: str | None = None):
         configuration = reader.provenance.get("configuration")
         recorded = configuration if isinstance(configuration, dict) else {}
-        self._orientation = "ignore" if recorded.get("orientation") == "ignore" else defaults.ORIENTATION
         most = recorded.get("max_pixels")
-        self._max_pixels = most if type(most) is int and most > 0 else defaults.MAX_PIXELS
+        self._options = DecodeOptions(
+            most if type(most) is int and most > 0 else defaults.MAX_PIXELS,
+            orientation="ignore" if recorded.get("orientation") == "ignore" else defaults.ORIENTATION,
+            icc="srgb" if recorded.get("icc") == "srgb" else defaults.ICC,
+        )
+        self._small = self._options._replace(max_pixels=_MOST_PIXELS)
         self._hashes = reader.column("source_hash")
         self._reading = threading.Lock()
         self._place = {row: place for place, row in enumerate(rows)}
@@ -68,7 +72,8 @@ class Pictures:
         if data is None:
             return None, why
         try:
-            return self._source.picture(self._place[row], data, _MOST_PIXELS, min_decode_px, self._orientation), ""
+            options = self._small._replace(min_decode_px=min_decode_px)
+            return self._source.picture(self._place[row], data, options), ""
         except (ValueError, OSError, MemoryError) as error:
             return None, first_line(error)
 
@@ -104,7 +109,7 @@ class Pictures:
             place, (data, _) = self._place[row], self._read(row)  # of which the hash was checked
             if self._files is None:
                 self._files = listed_again(self._root, [file_of(name) for name in self._names], self._images).source
-            whole = self._files.picture(place, data or b"", _MOST_PIXELS, 0, self._orientation)
+            whole = self._files.picture(place, data or b"", self._small)
             return whole.size, ImageOps.contain(whole, (side_px, side_px))
         return (0, 0), None
 
@@ -114,7 +119,7 @@ class Pictures:
         if data is None:
             return None
         is_part = part_of(self._names[self._place[row]]) is not None
-        size = None if is_part else header_size(data, self._orientation)
+        size = None if is_part else header_size(data, self._options.orientation)
         if size is None:  # rows of arrays are not files
             picture, _ = self.picture(row)
             return None if picture is None else picture.size
@@ -128,7 +133,7 @@ class Pictures:
         """
         try:
             source = source_of([path.name], partial(Files, str(path.parent)))
-            return source.picture(0, source.read(0)[0], self._max_pixels, orientation=self._orientation)
+            return source.picture(0, source.read(0)[0], self._options)
         except (ValueError, OSError) as error:
             raise InputError(f"{printable(str(path))} cannot be read: {first_line(error)}") from error
 

@@ -66,7 +66,9 @@ def copied(compared: Path, tmp_path: Path) -> Path:
 def compare(made: Path, out: Path, *options: object, images: Path | None = None, table: Path | None = None) -> Any:
     """Compare backbones of a table, that of the fixture unless another is given."""
     of = ("compare", images or made / "pictures", "--from", table or made / "backbones.csv", *QUICK, "-o", out)
-    return succeeds(*of, *options)
+    result = layertap(*of, *options)
+    assert result.exit_code == ("is left out" in result.stderr), result.output
+    return result
 
 
 def results(out: Path) -> dict[str, Any]:
@@ -176,7 +178,7 @@ def test_a_second_run_computes_nothing_and_adds_backbones_also_from_a_file_of_se
         f"images: {made / 'pictures'}\ntable: {made / 'backbones.csv'}\nprotocol: knn\nworkers: 0\ncompile: 'off'\n"
         f"out: {copied}\n"
     )
-    succeeds("compare", "--config", tmp_path / "compare.yaml", "-p", "centroid")
+    assert layertap("compare", "--config", tmp_path / "compare.yaml", "-p", "centroid").exit_code == 1  # timm/nothing
     assert (copied / "compare.json").read_bytes() == before
     capfd.readouterr()
     comparison = layertap_compare(
@@ -391,7 +393,8 @@ def test_a_backbone_that_fails_while_it_computes_is_a_line_with_the_reason(made:
     names = [
         option for name in ("raises", "memory", "nan", "fine") for option in ("-b", f"python/{tmp_path}/net.py:{name}")
     ]
-    result = succeeds("compare", made / "pictures", *names, *QUICK, "-l", "embedding_layer", "-o", tmp_path / "out")
+    result = layertap("compare", made / "pictures", *names, *QUICK, "-l", "embedding_layer", "-o", tmp_path / "out")
+    assert result.exit_code == 1
     errors = {entry["backbone"].rpartition(":")[2]: entry["error"] for entry in results(tmp_path / "out")["backbones"]}
     assert errors["fine"] == ""
     assert errors["raises"].startswith("RuntimeError: boom in forward")
@@ -416,7 +419,7 @@ def test_a_comparison_that_was_interrupted_gives_the_same_results(
     monkeypatch.setattr(ShardWriter, "write", interrupted)
     of = ("compare", made / "pictures", "--from", made / "backbones.csv", "-l", "embedding", *QUICK, "-o", out)
     codes = [layertap(*of, "--batch-size", 32).exit_code for _ in range(3)]
-    assert codes == [130, 130, 0]
+    assert codes == [130, 130, 1]
     contents = [results(folder) for folder in (out, compared)]
     for entry in contents[0]["backbones"] + contents[1]["backbones"]:
         del entry["images_per_s"]

@@ -19,9 +19,12 @@ from sklearn.linear_model import LogisticRegression
 
 from extract import FeatureReader
 from extract.analysis.probe import LinearProbe
+from extract.images.decoding import DecodeOptions, decode
 from extract.probe import linear_cka
 from pipelines.probe import job, probe_figures
+from pipelines.terminal.pictures import Pictures
 from tests.conftest import make_picture
+from tests.extract.images.test_orientation_and_colour import matrix_profile
 from tests.pipelines.test_cli import SMALL, fails, layertap, succeeds
 from tests.pipelines.test_probe_masks import few_strengths, table
 
@@ -430,9 +433,13 @@ def test_new_images_are_decoded_as_those_that_the_probe_was_fitted_on(tmp_path):
     for path in (tmp_path / "pictures").rglob("*.png"):
         exif = Image.Exif()
         exif[0x0112] = 6
-        Image.open(path).crop((0, 0, 40, 20)).save(path, exif=exif)
+        Image.open(path).crop((0, 0, 40, 20)).save(path, exif=exif, icc_profile=matrix_profile())
     how = ("--orientation", "ignore", "--icc", "srgb")
     layertap("embed", tmp_path / "pictures", "-o", tmp_path / "out", *SMALL, *how)
+    with FeatureReader(tmp_path / "out") as reader:
+        shown, _ = Pictures(reader, str(tmp_path / "pictures"), [0]).picture(0)
+        data = (tmp_path / "pictures" / reader.paths[0]).read_bytes()
+    assert shown == decode(data, DecodeOptions(orientation="ignore", icc="srgb"))
     layertap("probe", tmp_path / "out", "-o", tmp_path / "res", "--save", tmp_path / "probe.safetensors")
     for images, file in (("out", "stored.csv"), ("pictures", "fresh.csv")):
         succeeds("predict", tmp_path / "probe.safetensors", tmp_path / images, "-o", tmp_path / file)

@@ -38,6 +38,29 @@ def config(folder: Path, tmp_path: Path) -> Path:
     return write(tmp_path / "sync.yaml", images=str(folder), out=str(tmp_path / "out"), max_vanish=1, **SMALL)
 
 
+def test_the_keys_of_parts_are_those_of_embed_and_stay_as_they_are(folder: Path, tmp_path: Path) -> None:
+    keys = {"images": str(folder), "out": str(tmp_path / "out"), "tiles": 40, "overlap": 0.5, **SMALL}
+    config = write(tmp_path / "sync.yaml", **keys)
+    done = json.loads(succeeds("sync", config, "--json").stdout)[0]
+    with FeatureReader(tmp_path / "out") as reader:
+        assert (done["added"], done["rows"], done["computed"]) == (12, len(reader), len(reader))
+        of_files = reader.per_file("embedding")
+        assert (len(of_files.files), of_files.n_rows.sum()) == (12, len(reader))
+        whole = {name: value for name, value in keys.items() if name != "settle"}
+        succeeds("embed", "--config", write(tmp_path / "embed.yaml", **whole | {"out": str(tmp_path / "whole")}))
+        with FeatureReader(tmp_path / "whole") as expected:
+            rows = [reader.paths[:].index(path) for path in expected.paths]
+            assert len(rows) == len(reader)
+            np.testing.assert_allclose(reader["embedding"][:][rows], expected["embedding"][:], rtol=1e-5, atol=1e-6)
+            assert all(np.array_equal(reader.columns[name][rows], expected.columns[name]) for name in "xywh")
+    assert "columns h, w, x, y" in succeeds("show", tmp_path / "out").stdout
+    other = write(tmp_path / "other.yaml", **keys | {"tiles": 32})
+    assert "holds other parts of files" in fails("sync", other)
+    assert "tiles: stored 40, now 32" in fails("sync", other, "--dry-run")
+    useless = write(tmp_path / "useless.yaml", **keys | {"tiles": None})
+    assert "overlap is that of tiles, and there are none" in fails("sync", useless)
+
+
 def test_sync_tells_what_it_did_and_everything_else_reads_it(config: Path, folder: Path, tmp_path: Path) -> None:
     result = succeeds("sync", config)
     told = "version 1, 12 rows: 12 added, 0 changed, 0 renamed, 0 deleted, 0 failed"

@@ -14,9 +14,8 @@ from extract.analysis.encoding.fits import RidgeFolds, band_draws, fit_pls
 from extract.analysis.encoding.responses import Floats, Responses, known_mean
 from extract.analysis.encoding.scores import q_values, scores
 from extract.analysis.probe.feature_matrix import FeatureRows, Source, row_products
-from extract.analysis.probe.probing import probe_device
+from extract.analysis.probe.probing import probe_resources
 from extract.errors import InputError, unknown_name
-from extract.system.free_memory import free_bytes
 
 __all__ = ["FITS", "STRENGTHS", "Encoding", "LayerScores", "encoding"]
 
@@ -161,8 +160,8 @@ def encoding(
         )
         hint = "expected as many, or the row of the features for each row of targets (images)"
         raise InputError(f"features have {found_counts}", hint=hint)
-    responses, device_ = Responses(targets, rows, names), probe_device(device)
-    memory_bytes = free_bytes() // 2 if memory_bytes is None else memory_bytes
+    responses = Responses(targets, rows, names)
+    torch_device, memory_bytes = probe_resources(device, memory_bytes)
     group = np.unique(group[responses.images], return_inverse=True)[1]
     of_images = _fold_of_groups(group, folds, seed)
 
@@ -174,7 +173,7 @@ def encoding(
         x = x.held() if x.nbytes <= memory_bytes // 4 else x
         sizes = [(band.width, part.width) for band, part in zip(bands, parts, strict=True)]
         weights = band_draws(len(parts), _BAND_DRAWS, seed) if fit == "banded" and len(parts) > 1 else []
-        ridge = None if fit == "pls" else RidgeFolds(x, sizes, of_images, block_bytes, device_)
+        ridge = None if fit == "pls" else RidgeFolds(x, sizes, of_images, block_bytes, torch_device)
         scored = []
         for chosen in _blocks(responses, folds * (len(strengths) + x.width), memory_bytes, fit == "pls"):
             _, y = responses.read(chosen)

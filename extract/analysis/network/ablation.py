@@ -119,11 +119,10 @@ def ablation(
     for (layer, channel), total in zip(edited_parts, totals, strict=True):
         last = max(i for i, feature in enumerate(choice.features) if feature.site.layer == layer)
         later = [feature.name for feature in choice.features[last + 1 :]]
-        effect = Effect(
+        effects.append(Effect(
             layer, channel, total.mean(total.cosines.get(EMBEDDING)), total.mean(total.same), total.accuracy,
             {name: total.cosines[name] / unedited_total.images for name in later},
-        )  # fmt: skip
-        effects.append(effect)
+        ))  # fmt: skip
     return Ablation(effects, unedited_total.accuracy, unedited_total.images, unedited_total.targets)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from extract.errors import InputError
 
-__all__ = ["Statistics", "Summary", "are_constant", "summarise"]
+__all__ = ["Statistics", "Summary", "are_constant", "effective_number", "norm_of", "summarise"]
 
 # Counting by the upper half of the bits takes a nanosecond a value, and needs no range beforehand; zeros, signs and
 # infinities have separate bins.
@@ -86,7 +86,10 @@ def _moments(values: Tensor, bounds: tuple[float, float] | None) -> tuple[NDArra
         empty, none = np.zeros(values.shape[:2]), np.zeros(len(values), np.int64)
         count_of_none = empty.astype(np.int64)
         return count_of_none, empty, empty, empty + np.inf, empty - np.inf, count_of_none, none, none
-    near_a_bound = torch.zeros(values.shape[:2]) if bounds is None else _near(values, bounds).sum(2)
+    near_a_bound = torch.zeros(values.shape[:2])
+    if bounds is not None:
+        margin = _NEAR_A_BOUND * (bounds[1] - bounds[0])
+        near_a_bound = ((values <= bounds[0] + margin) | (values >= bounds[1] - margin)).sum(2)
     low, high = values.amin(2), values.amax(2)
     count = torch.full(low.shape, values.shape[2], device=values.device)
     nan, infinite, finite = torch.zeros(len(values)), torch.zeros(len(values)), None
@@ -111,11 +114,16 @@ def _moments(values: Tensor, bounds: tuple[float, float] | None) -> tuple[NDArra
     return tuple(column.numpy() for column in columns)
 
 
-def _near(values: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """Return whether each value is saturated."""
-    low, high = bounds
-    margin = _NEAR_A_BOUND * (high - low)
-    return (values <= low + margin) | (values >= high - margin)
+def norm_of(values: Tensor) -> dict[str, Tensor]:
+    """Return the L2 norm of the finite values, and the number of others: for tensors too large for `summarise`."""
+    values = values.coalesce().values() if values.is_sparse else values
+    norm = torch.linalg.vector_norm(values.float() if values.element_size() < 4 else values)
+    not_finite = torch.zeros((), dtype=torch.int64)
+    if not _SMALL < float(norm) < _LARGE:
+        wide = values.cpu().double()  # mps has no double precision
+        finite = wide.isfinite()
+        norm, not_finite = wide.where(finite, 0.0).norm(), (~finite).sum()
+    return {"norm": norm, "not_finite": not_finite}
 
 
 def _histogram(values: Tensor) -> NDArray[np.int64]:
@@ -143,6 +151,12 @@ def are_constant(
     with np.errstate(invalid="ignore", over="ignore"):
         constant: NDArray[np.bool_] = high - low <= within * usual
     return constant
+
+
+def effective_number(amounts: NDArray[Any]) -> float:
+    """Return the exponential of the entropy of amounts (K,): the number of those above 0 if these are equal."""
+    shares = amounts[amounts > 0] / amounts.sum()
+    return float(np.exp(-(shares * np.log(shares)).sum())) if len(shares) else 0.0
 
 
 @dataclass

@@ -248,13 +248,11 @@ def rollout(weights: Sequence[Tensor]) -> NDArray[np.float32]:
     if len(sizes) != 1 or len({len(layer_weights) for layer_weights in weights}) != 1:
         shown = ", ".join("x".join(map(str, size)) for size in sorted(sizes))
         raise InputError(f"attention over {shown} tokens; rollout needs the same tokens in all layers")
-    result: Tensor | None = None
+    identity = torch.eye(weights[0].shape[-1], dtype=torch.float64)
+    result = identity
     for layer_weights in weights:
-        mean = layer_weights.double().mean(1)
-        mixed = 0.5 * mean + 0.5 * torch.eye(mean.shape[-1], dtype=mean.dtype)
-        mixed /= mixed.sum(-1, keepdim=True)
-        result = mixed if result is None else mixed @ result
-    assert result is not None
+        mixed = 0.5 * layer_weights.double().mean(1) + 0.5 * identity
+        result = mixed / mixed.sum(-1, keepdim=True) @ result
     return result.float().numpy()
 
 

@@ -67,6 +67,10 @@ _UNIFORM = 1e-3
 _LOST = 1e-5
 
 
+def _names(tensors: Iterable[TensorReport]) -> tuple[str, ...]:
+    return tuple(tensor.name for tensor in tensors)
+
+
 def broken_inputs(evidence: Evidence, explained: set[str]) -> list[Finding]:
     """Find inputs with values that are not finite."""
     broken = evidence.inputs.broken
@@ -84,7 +88,7 @@ def equal_inputs(evidence: Evidence, explained: set[str]) -> list[Finding]:
     least = inputs.values.min
     value = f", and all values are {least:.3g}" if least == inputs.values.max else ""
     text = f"all {inputs.count:,} inputs are equal{value}: nothing that depends on the input can be judged"
-    return [Finding("equal inputs", "input", text, layers=tuple(tensor.name for tensor in evidence.tensors))]
+    return [Finding("equal inputs", "input", text, layers=_names(evidence.tensors))]
 
 
 def input_scale(evidence: Evidence, explained: set[str]) -> list[Finding]:
@@ -98,50 +102,41 @@ def input_scale(evidence: Evidence, explained: set[str]) -> list[Finding]:
         return []
     now = f"the inputs have mean {values.mean:.3g}, standard deviation {values.std:.3g}"
     now = f"{now} and range {values.min:.3g} to {values.max:.3g}"
-    affected = tuple(tensor.name for tensor in tensors)
-    normalised = values.min < 0 and _NORMALISED_RMS[0] < values.rms < _NORMALISED_RMS[1]
     looks_like = ": they look like pixels that were not normalised" if values.min >= 0 else ""
     if all(tensor.running is None for tensor in tensors):
         pixels = values.min >= 0 and _PIXELS[0] < values.max <= _PIXELS[1]
         centred = values.rms > _CENTRED_PIXELS and -_PIXELS[1] <= values.min and values.max <= _PIXELS[1]
         too_large = values.min < 0 and values.rms > _NORMALISED_RMS[1] and not centred
-        text = f"{now}{looks_like}; networks are usually trained on inputs of mean 0 and standard deviation 1"
-        if tensors[0].type.startswith("Conv") and (pixels or too_large):
-            return [Finding("input scale", "input", text, layers=affected)]
-        return []
-    misfit = first_misfit(tensors)
-    if misfit is None or misfit.variance_is_zero or misfit.position != misfit.first_position:
-        return []
-    scaled = misfit.uniform and _ONE[0] < values.std / misfit.ratio < _ONE[1] and not _ONE[0] < values.std < _ONE[1]
-    if normalised and not scaled:
-        return []
-    if not misfit.varies_otherwise:
-        return []  # `distortions` names its mean
-    if any(tensor.norm_ratio > _GROWTH_BEFORE for tensor in tensors[: misfit.position]):
-        return []  # a layer before the batch normalisation is at fault
-    change = f"the values at {tensors[misfit.position].name} vary {misfit.ratio:,.3g} times as much as in training"
-    text = f"{now}{looks_like}; {change}"
-    return [Finding("input scale", "input", text, layers=affected)]
+        is_found = tensors[0].type.startswith("Conv") and (pixels or too_large)
+        usual = "networks are usually trained on inputs of mean 0 and standard deviation 1"
+    else:
+        misfit = first_misfit(tensors)
+        # `distortions` names the mean of one that varies as in training.
+        if misfit is None or misfit.variance_is_zero or not misfit.is_first or not misfit.varies_otherwise:
+            return []
+        normalised = values.min < 0 and _NORMALISED_RMS[0] < values.rms < _NORMALISED_RMS[1]
+        scaled = misfit.uniform and _ONE[0] < values.std / misfit.ratio < _ONE[1] and not _ONE[0] < values.std < _ONE[1]
+        grown_before = any(tensor.norm_ratio > _GROWTH_BEFORE for tensor in tensors[: misfit.position])
+        is_found = (scaled or not normalised) and not grown_before
+        usual = f"the values at {tensors[misfit.position].name} vary {misfit.ratio:,.3g} times as much as in training"
+    return [Finding("input scale", "input", f"{now}{looks_like}; {usual}", layers=_names(tensors))] if is_found else []
 
 
 def wrong_modes(evidence: Evidence, explained: set[str]) -> list[Finding]:
     """Find layers in training mode in a model in eval mode, and outputs that differ in two forwards in eval mode."""
-    findings: list[Finding] = []
     if evidence.in_training:
         first, *others = evidence.in_training
         text = "in training mode while the model is in eval mode: it computes other values than in eval mode"
-        findings.append(Finding("training mode", first, text, layers=tuple(others)))
-    elif evidence.random:
-        text = "two forwards in eval mode differ here, as after F.dropout without training=self.training"
-        findings.append(Finding("random", evidence.random, text))
-    return findings
+        return [Finding("training mode", first, text, layers=tuple(others))]
+    text = "two forwards in eval mode differ here, as after F.dropout without training=self.training"
+    return [Finding("random", evidence.random, text)] if evidence.random else []
 
 
 def initial_statistics(evidence: Evidence, explained: set[str]) -> list[Finding]:
     """Find batch normalisations whose running statistics are those before training, while others have others."""
-    normalising = [tensor for tensor in evidence.tensors if tensor.running is not None]
-    initial = [tensor.name for tensor in normalising if tensor.running is not None and tensor.running.initial]
-    if not initial or len(initial) == len(normalising) or initial[0] in explained or evidence.in_training:
+    initial = [tensor.name for tensor in evidence.tensors if tensor.running and tensor.running.initial]
+    others = any(tensor.running and not tensor.running.initial for tensor in evidence.tensors)
+    if not initial or not others or initial[0] in explained or evidence.in_training:
         return []
     text = "its running statistics are those before training (mean 0, variance 1); other layers have others"
     return [Finding("running statistics", initial[0], text, layers=tuple(initial[1:]))]
@@ -159,12 +154,15 @@ def not_finite(evidence: Evidence, explained: set[str]) -> list[Finding]:
             counts = {"NaN": numbers.nan, "infinite": numbers.infinite}
             kinds = [f"{count:,} {kind}" for kind, count in counts.items() if count]
             where = f"first in {evidence.name_of(new[0])}" if tensor.by_image else f"first in batch {new[0]}"
-            after = evidence.tensors[position + 1 :]
-            behind = tuple(other.name for other in after if other.activations.nan + other.activations.infinite)
+            behind = _names(filter(_is_broken, evidence.tensors[position + 1 :]))
             findings.append(Finding("not finite", tensor.name, f"{' and '.join(kinds)} values, {where}", layers=behind))
             if not tensor.by_image:
                 break  # it is unknown in which images values behind it are new
     return findings
+
+
+def _is_broken(tensor: TensorReport) -> bool:
+    return tensor.activations.nan + tensor.activations.infinite > 0
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ class Misfit:
 
     Attributes:
         position: its position among the tensors.
-        first_position: position of the first batch normalisation that can be judged.
+        is_first: whether it is the first batch normalisation that can be judged.
         ratio: standard deviation of its inputs divided by that of training, as median over channels.
         shift: distance of their mean to that of training, in standard deviations of training, as median over channels.
         variance_is_zero: whether the running variance of most channels is zero.
@@ -181,7 +179,7 @@ class Misfit:
     """
 
     position: int
-    first_position: int
+    is_first: bool
     ratio: float
     shift: float
     variance_is_zero: bool
@@ -190,15 +188,13 @@ class Misfit:
     @property
     def varies_otherwise(self) -> bool:
         """Whether the standard deviation is not that of training."""
-        limit = _FIRST_MISFIT if self.position == self.first_position else _LATER_MISFIT
-        limit = _FACTOR if self.uniform else limit
+        limit = _FACTOR if self.uniform else _FIRST_MISFIT if self.is_first else _LATER_MISFIT
         return self.variance_is_zero or not 1 / limit <= self.ratio <= limit
 
 
 def first_misfit(tensors: Sequence[TensorReport]) -> Misfit | None:
     """Return the first batch normalisation whose inputs do not have the running statistics, so unlike in training."""
-    first: int | None = None
-    fit = True
+    before: list[float] = []  # ratios of those before
     for position, tensor in enumerate(tensors):
         running = tensor.running
         if running is None or running.initial or tensor.activations.images < _IMAGES_FOR_MISFIT:
@@ -212,14 +208,13 @@ def first_misfit(tensors: Sequence[TensorReport]) -> Misfit | None:
         alive = np.isfinite(ratios) & (ratios > 0)
         if 2 * alive.sum() < len(alive):
             continue
-        first = position if first is None else first
         ratio, shift = float(np.median(ratios[alive])), float(np.median(shifts[alive]))
-        enough = alive.sum() >= _CHANNELS_FOR_UNIFORM
-        uniform = bool(fit and enough) and float(np.std(np.log(ratios[alive]))) < _SPREAD
-        misfit = Misfit(position, first, ratio, shift, running.zero > 0.5, uniform)
-        fit = fit and 1 / _FITS < ratio < _FITS
+        can_be_uniform = all(1 / _FITS < other < _FITS for other in before) and alive.sum() >= _CHANNELS_FOR_UNIFORM
+        uniform = bool(can_be_uniform and np.std(np.log(ratios[alive])) < _SPREAD)
+        misfit = Misfit(position, not before, ratio, shift, running.zero > 0.5, uniform)
         if misfit.varies_otherwise or shift > _SHIFT:
             return misfit
+        before.append(ratio)
     return None
 
 
@@ -243,14 +238,11 @@ def distortions(evidence: Evidence, explained: set[str]) -> list[Finding]:
     misfit = first_misfit(tensors)
     if misfit is None or tensors[misfit.position].name in explained:
         return explosions
-    if misfit.ratio < 1 and any(other.zero_weight for other in tensors[: misfit.position]):
+    before, tensor, behind = tensors[: misfit.position], tensors[misfit.position], tensors[misfit.position + 1 :]
+    if misfit.ratio < 1 and any(other.zero_weight for other in before):
         return explosions  # a signal is missing there
-    tensor = tensors[misfit.position]
-    before = {other.name for other in tensors[: misfit.position]}
-    earlier = [finding for finding in explosions if finding.layer in before]
-    if earlier:
+    if earlier := [finding for finding in explosions if finding.layer in _names(before)]:
         return earlier
-    behind = tuple(other.name for other in tensors[misfit.position + 1 :])
     if not misfit.varies_otherwise:
         text = (
             f"the mean of the values that it normalises is {misfit.shift:,.2g} standard deviations from its running "
@@ -263,7 +255,7 @@ def distortions(evidence: Evidence, explained: set[str]) -> list[Finding]:
             f"the values that it normalises vary {misfit.ratio:,.3g} times as much as its running variance says: the "
             "running variance, or the layers before it, have changed since training"
         )
-    return [Finding("running statistics", tensor.name, text, layers=behind)]
+    return [Finding("running statistics", tensor.name, text, layers=_names(behind))]
 
 
 def _exploding(tensors: Sequence[TensorReport], explained: set[str]) -> list[Finding]:
@@ -280,10 +272,9 @@ def _exploding(tensors: Sequence[TensorReport], explained: set[str]) -> list[Fin
         # Compared with the input and the layers before, not with all layers: most of those behind are large too, so
         # that explosions in the first 60 % of a chain were not noticed.
         usual = float(np.median([value for value in sizes_before if value > 0] or [math.nan]))
-        typical = float(np.median(others)) if others else math.nan
-        inside = any(finding.layer.startswith(f"{tensor.layer}.") for finding in findings)
-        grown = gains[position] > _GROWTH * max(1.0, typical if others else 1.0) and size > _ABOVE_OTHERS * usual
-        if inside:
+        typical = float(np.median(others or [1.0]))
+        grown = gains[position] > _GROWTH * max(1.0, typical) and size > _ABOVE_OTHERS * usual
+        if any(finding.layer.startswith(f"{tensor.layer}.") for finding in findings):
             continue
         if not grown or tensor.bounded:
             sizes_before.append(size)
@@ -294,9 +285,8 @@ def _exploding(tensors: Sequence[TensorReport], explained: set[str]) -> list[Fin
         text = f"its outputs are {gains[position]:,.0f} times larger than its inputs"
         if others:
             text = f"{text}; the median of the other {tensor.type} layers is {typical:.2g}"
-        names = tuple(other.name for other in behind)
-        known.update(names)
-        findings.append(Finding("exploding", tensor.name, text, layers=names))
+        findings.append(Finding("exploding", tensor.name, text, layers=_names(behind)))
+        known.update(findings[-1].layers)
     return findings
 
 
@@ -324,32 +314,31 @@ def unusable_attention(evidence: Evidence, explained: set[str]) -> list[Finding]
 
 def saturated_units(evidence: Evidence, explained: set[str]) -> list[Finding]:
     """Find layers with a bounded function, such as a sigmoid, whose values stay near the bounds."""
-    sick: list[tuple[TensorReport, int]] = []
-    for tensor in evidence.tensors[:-1]:  # the last layer is a prediction, which may be saturated by design
+    units = {  # tensor -> whether each unit is saturated
+        tensor.name: tensor.activations.saturated >= _SATURATED_VALUES
+        for tensor in evidence.tensors[:-1]  # the last layer is a prediction, which may be saturated by design
         # A single unit may be a switch.
-        if not tensor.bounded or tensor.activations.channels < 2 or tensor.name in explained:
-            continue
-        units = int((tensor.activations.saturated >= _SATURATED_VALUES).sum())
-        if units >= _SATURATED_UNITS * tensor.activations.channels:
-            sick.append((tensor, units))
+        if tensor.bounded and tensor.activations.channels > 1 and tensor.name not in explained
+    }
+    sick = [name for name, saturated in units.items() if saturated.mean() >= _SATURATED_UNITS]
     if not sick:
         return []
-    first, units = sick[0]
-    text = f"{units:,} of {first.activations.channels:,} units are saturated: their values stay near the bounds"
-    return [Finding("saturated", first.name, text, layers=tuple(tensor.name for tensor, _ in sick[1:]))]
+    first = units[sick[0]]
+    text = f"{first.sum():,} of {len(first):,} units are saturated: their values stay near the bounds"
+    return [Finding("saturated", sick[0], text, layers=tuple(sick[1:]))]
 
 
 def zero_weights(evidence: Evidence, explained: set[str]) -> list[Finding]:
     """Find layers whose weight is zero. Many networks start with some; it is grave if others lose the signal by it."""
     findings: list[Finding] = []
-    dead = {dead.tensor.name for dead in _dead(evidence.tensors) if dead.grave}
+    dead = {dead.tensor.name for dead in _dead(evidence) if dead.grave}
     for position, tensor in enumerate(evidence.tensors):
         if not tensor.zero_weight or tensor.name in explained:
             continue
         text, behind = "its weight is zero: no signal passes", evidence.tensors[position + 1 :]
         if behind and all(_is_lost(other) for other in behind):
-            return [*findings, Finding("zero weight", tensor.name, text, layers=tuple(each.name for each in behind))]
-        grave = any(other.name in dead for other in behind)
+            return [*findings, Finding("zero weight", tensor.name, text, layers=_names(behind))]
+        grave = not dead.isdisjoint(_names(behind))
         text = text if grave else f"{text}; usual before training"
         findings.append(Finding("zero weight", tensor.name, text, grave))
     return findings
@@ -379,36 +368,34 @@ def dead_channels(evidence: Evidence, explained: set[str]) -> list[Finding]:
     """Find channels with a single value, which the layers before do not explain."""
     if "input" in explained and evidence.inputs.equal:
         return []
-    sick = [dead for dead in _dead(evidence.tensors) if dead.tensor.name not in explained]
+    sick = [dead for dead in _dead(evidence) if dead.tensor.name not in explained]
     if len(sick) <= _LISTED_SEPARATELY:
         return [Finding("dead", dead.tensor.name, dead.text, grave=dead.grave) for dead in sick]
     first, names = sick[0], {dead.tensor.name for dead in sick[1:]}
     dead_in_all = sum(len(dead.channels) for dead in sick)
     in_all = sum(dead.tensor.activations.channels for dead in sick)
     text = f"{first.text}; with {len(names):,} layers after it, {dead_in_all:,} of {in_all:,} channels are constant"
-    lost = [tensor.name for tensor in _lost_at_the_end(evidence.tensors)]
+    lost = _names(_lost_at_the_end(evidence.tensors))
     if lost:  # dead channels are the first sign of a signal that fades
         text = f"{text}, and from {lost[0]} on, nothing depends on the input"
     grave = bool(lost) or dead_in_all >= _GRAVE_PART * in_all
-    names.update(lost)
-    others = tuple(tensor.name for tensor in evidence.tensors if tensor.name in names)
+    others = tuple(name for name in _names(evidence.tensors) if name in names or name in lost)
     return [Finding("dead", first.tensor.name, text, grave, others)]
 
 
-def _dead(tensors: Sequence[TensorReport]) -> Iterable[_Dead]:
+def _dead(evidence: Evidence) -> Iterable[_Dead]:
     # With initial running statistics, a batch normalisation does not normalise: units that seldom get a positive value
     # will in training.
-    untrained = any(tensor.running is not None and tensor.running.initial for tensor in tensors)
+    images_needed = math.inf if evidence.untrained else _IMAGES_AT_THE_END
     before: dict[int, set[int]] = {}  # number of channels -> channels nearly constant in the last tensor of that width
     before_whole = False  # whether the previous tensor was entirely dead, which explains this one
-    for tensor in tensors:
+    for tensor in evidence.tensors:
         numbers = tensor.activations
         if not tensor.by_image or numbers.channels < 2:
             continue
         zero = (numbers.low == 0) & (numbers.high == 0)
         # A constant channel at an end of the layer's range may be one that few images activate, as after a ReLU.
         at_the_end = (numbers.low == numbers.high) & ((numbers.low == numbers.min) | (numbers.low == numbers.max))
-        images_needed = math.inf if untrained else _IMAGES_AT_THE_END
         enough = (numbers.count >= _VALUES_FOR_CONSTANT) & (~at_the_end | (numbers.images >= images_needed))
         dead = {channel for channel in numbers.dead.tolist() if enough[channel]}
         new = dead - before.get(numbers.channels, set())
@@ -426,10 +413,10 @@ def vanishing_signal(evidence: Evidence, explained: set[str]) -> list[Finding]:
     """Find the layer from which on nothing depends on the input any more, up to rounding."""
     behind = _lost_at_the_end(evidence.tensors)
     # An earlier cause may explain it, such as a dead layer or a weight of zero.
-    if len(behind) < 2 or explained & {tensor.name for tensor in behind}:
+    if len(behind) < 2 or not explained.isdisjoint(_names(behind)):
         return []
     text = f"from here on, the values vary with the input by less than 1/{1 / _LOST:,.0f} of their size"
-    return [Finding("vanishing", behind[0].name, text, layers=tuple(tensor.name for tensor in behind[1:]))]
+    return [Finding("vanishing", behind[0].name, text, layers=_names(behind[1:]))]
 
 
 def _lost_at_the_end(tensors: Sequence[TensorReport]) -> list[TensorReport]:
@@ -446,8 +433,7 @@ def _is_lost(tensor: TensorReport) -> bool:
 
 def _with_gradients(evidence: Evidence) -> list[TensorReport]:
     """Return the tensors with gradients; none if activations are not finite or equal for all inputs."""
-    broken = any(tensor.activations.nan + tensor.activations.infinite for tensor in evidence.tensors)
-    if evidence.inputs.equal or broken:
+    if evidence.inputs.equal or any(map(_is_broken, evidence.tensors)):
         return []
     return [tensor for tensor in evidence.tensors if tensor.gradients is not None]
 
@@ -478,7 +464,7 @@ def vanishing_gradients(evidence: Evidence, explained: set[str]) -> list[Finding
         f"gradients vanish: their norm is {tensor.gradient_norm:.1e} at its output, and at most "
         f"{largest_before[small[-1]]:.1e} in the {len(before):,} layers before it"
     )
-    return [Finding("vanishing gradients", tensor.name, text, layers=tuple(other.name for other in reversed(before)))]
+    return [Finding("vanishing gradients", tensor.name, text, layers=_names(reversed(before)))]
 
 
 def exploding_gradients(evidence: Evidence, explained: set[str]) -> list[Finding]:
@@ -498,7 +484,7 @@ def exploding_gradients(evidence: Evidence, explained: set[str]) -> list[Finding
         f"gradients explode: their norm is {tensor.gradient_norm:.1e} at its output, {before.gradient_norm:.1e} "
         f"before it, and {norms.max():.1e} at most"
     )
-    names = tuple(reached[position].name for position in reversed(large))
+    names = _names(reached[position] for position in reversed(large))
     return [Finding("exploding gradients", tensor.name, text, layers=names)]
 
 
@@ -515,9 +501,9 @@ def layers_without_gradient(evidence: Evidence, explained: set[str]) -> list[Fin
     unused = [parameter for parameter in evidence.parameters if parameter.trainable and not parameter.reached]
     if not unused:
         return []
-    if unused[0].layer in evidence.never_ran:
-        return _by_layer("no gradient", unused, "without gradient: the layer never runs")
-    return _by_layer("no gradient", unused, "without gradient: in eval mode, the loss does not depend on it")
+    never_ran = unused[0].layer in evidence.never_ran
+    why = "the layer never runs" if never_ran else "in eval mode, the loss does not depend on it"
+    return _by_layer("no gradient", unused, f"without gradient: {why}")
 
 
 def _by_layer(kind: str, parameters: Sequence[ParameterReport], text: str) -> list[Finding]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from extract.analysis.network.activation_statistics import Statistics, summarise
+from extract.analysis.network.activation_statistics import Statistics, norm_of, summarise
 from extract.analysis.network.findings import findings_of
 from extract.analysis.network.plain_modules import pairs_of
 from extract.analysis.network.reports import (
@@ -151,8 +152,7 @@ def inspect_model(
         inspection = recorder.run(itertools.chain([first], pairs), loss, on_batch)
     evidence = Evidence(
         inspection.tensors, inspection.parameters, recorder.weights, recorder.inputs, attentions, inspection.never_ran,
-        name_of, in_training, recorder.random, recorder.loss_takes_probabilities,
-        bool(recorder.loss_ignores_targets),
+        name_of, in_training, recorder.random, recorder.loss_takes_probabilities, bool(recorder.loss_ignores_targets),
         recorder.predictions,
     )  # fmt: skip
     inspection.findings = findings_of(evidence)
@@ -220,7 +220,7 @@ class _Recorder:
             for site, plan in self._plans.items()
         }  # fmt: skip
         # (layer, call) -> sum of squares of the input's finite values, and their number
-        self._squares: dict[tuple[str, int], NDArray[np.float64]] = {}
+        self._squares: dict[tuple[str, int], NDArray[np.float64]] = defaultdict(lambda: np.zeros(2))
         self.inputs = InputReport()
         weights = (WeightReport.of(name, value) for name, value in _parameters(model, [*names, ""]).items())
         self.weights = [weight for weight in weights if weight is not None]
@@ -251,7 +251,7 @@ class _Recorder:
                 images += len(inputs)
                 on_batch(len(inputs))
         for site, report in self.reports.items():
-            total, count = self._squares.get((site.layer, site.call), np.zeros(2)).tolist()
+            total, count = self._squares[site.layer, site.call].tolist()
             report.input_rms = math.sqrt(total / count) if count else math.nan
         reports = []
         for name, parameter in parameters.items():
@@ -273,7 +273,7 @@ class _Recorder:
         for site, plan in self._plans.items():
             taps.keep(site, reduce=plan.summary)
             if self._with_gradients:
-                taps.keep(_gradient_of(site), reduce=plan.summary)
+                taps.keep(replace(site, what="grad"), reduce=plan.summary)
         for layer in dict.fromkeys(site.layer for site in self._plans):
             taps.keep(layer, "input", reduce=_sum_of_squares)
         return taps
@@ -320,20 +320,16 @@ class _Recorder:
             self.predictions += predictions
 
     def _add(self, record: Record, first_image: int) -> None:
-        recorded = set(record.sites.values())
-        for site, report in self.reports.items():
-            if site not in recorded:
-                continue
-            # If it is unknown which rows belong to which image, batches are counted.
-            first = first_image if report.by_image else None
-            report.activations.add(record[site], first)
-            if (gradient := _gradient_of(site)) in recorded:
-                report.gradients = report.gradients or Statistics()
-                report.gradients.add(record[gradient], first)
-        for site in recorded:
+        for site in record.sites.values():
             if site.what == "input":
-                total = self._squares.setdefault((site.layer, site.call), np.zeros(2))
-                total += record[site].numpy()
+                self._squares[site.layer, site.call] += record[site].numpy()
+                continue
+            report = self.reports[replace(site, what="output")]
+            numbers = report.activations
+            if site.what == "grad":
+                numbers = report.gradients = report.gradients or Statistics()
+            # If it is unknown which rows belong to which image, batches are counted.
+            numbers.add(record[site], first_image if report.by_image else None)
 
 
 def _ignores_targets(loss: Loss, output: Any, targets: Any) -> bool | None:
@@ -395,22 +391,13 @@ def _attentions(model: nn.Module, inputs: Tensor) -> list[AttentionReport]:
     return [AttentionReport.of(site.layer, record[site]) for site in sites if site.layer in innermost]
 
 
-def _gradient_of(site: Site) -> Site:
-    return replace(site, what="grad")
-
-
 def _sum_of_squares(value: Tensor) -> Tensor:
     """Return (2,) float64: sum of squares of the finite values, and their number."""
     value = value.float() if value.dtype == torch.uint8 else value  # pixels
     if not value.is_floating_point() or not value.numel():
         return torch.zeros(2, dtype=torch.float64)
-    norm = torch.linalg.vector_norm(value.float() if value.element_size() < 4 else value)
-    square, count = float(norm) ** 2, value.numel()
-    if not math.isfinite(square):
-        finite = value.double().cpu()
-        finite = finite[finite.isfinite()]
-        square, count = float(finite.square().sum()), finite.numel()
-    return torch.tensor([square, count], dtype=torch.float64)
+    found = norm_of(value)
+    return torch.stack([found["norm"].double().cpu() ** 2, value.numel() - found["not_finite"]])
 
 
 def _tensor_plans(model: nn.Module, names: Sequence[str], inputs: Tensor) -> tuple[dict[Site, _TensorPlan], str]:
@@ -505,9 +492,7 @@ def _leaves(names: set[str]) -> set[str]:
 
 def _parameters(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
     """Return the parameters that these layers own directly, each once."""
-    wanted, owned, seen = set(names), {}, set()
-    for name, parameter in named_parameters(model).items():
-        if name.rpartition(".")[0] in wanted and id(parameter) not in seen:
-            seen.add(id(parameter))
-            owned[name] = parameter
-    return owned
+    wanted = set(names)
+    owned = {name: value for name, value in named_parameters(model).items() if name.rpartition(".")[0] in wanted}
+    first = {id(value): name for name, value in reversed(owned.items())}
+    return {name: value for name, value in owned.items() if first[id(value)] == name}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-from numpy.typing import NDArray
-
+from extract.analysis.network.activation_statistics import effective_number
 from extract.analysis.network.reports import Evidence, Finding
 
 __all__ = ["probabilities", "tiny_gradients", "unused_targets", "wrong_labels"]
@@ -46,7 +44,7 @@ def wrong_labels(evidence: Evidence, explained: set[str]) -> list[Finding]:
         return []
     images, classes = predictions.images, len(predictions.labels)
     sure = predictions.sure / images >= min(_SURE_AT_MOST, _SURE ** max(1.0, math.log10(classes)) / classes)
-    in_use = _effective_number(predictions.predicted) >= _CLASSES_IN_USE * _effective_number(predictions.labels)
+    in_use = effective_number(predictions.predicted) >= _CLASSES_IN_USE * effective_number(predictions.labels)
     normalised = any(tensor.running is not None and not tensor.running.initial for tensor in evidence.tensors)
     # Guesses that follow the predicted frequencies, on labels of these frequencies.
     chance = float(predictions.predicted @ predictions.labels) / images**2
@@ -58,12 +56,6 @@ def wrong_labels(evidence: Evidence, explained: set[str]) -> list[Finding]:
         f"({images * chance:.0f}): the labels are shuffled or numbered in another order, or the last layer is untrained"
     )
     return [Finding("labels", "loss", text)]
-
-
-def _effective_number(counts: NDArray[np.int64]) -> float:
-    """Return the exponential of the entropy: the number of classes, if they are equally frequent."""
-    shares = counts[counts > 0] / counts.sum()
-    return float(np.exp(-(shares * np.log(shares)).sum()))
 
 
 def tiny_gradients(evidence: Evidence, explained: set[str]) -> list[Finding]:

@@ -17,12 +17,11 @@ import math
 import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -31,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from extract.analysis.network.activation_statistics import Statistics, summarise
+from extract.analysis.network.activation_statistics import Statistics, norm_of, summarise
 from extract.analysis.network.inspection import does_something, positions_of
 from extract.errors import InputError, LayertapError
 from extract.system.csv_cells import safe_cell
@@ -132,13 +131,11 @@ class _Monitor:
         self._handle = self._model.register_forward_pre_hook(ModelBoundHook(self._on_forward, {}))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: Any) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-        self._close(kind, error, traceback)
+        self._close(*failure)
 
     def _close(self, *failure: Any) -> None:
         """End the monitored step, if any: its backward pass is over, and the taps pass on the record."""
@@ -205,7 +202,14 @@ class _Monitor:
 
     def _alarms_of(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
         """Yield (kind, layer, text) of all problems; for each kind, the first layer comes first."""
-        raise NotImplementedError
+        for row in rows:
+            if row["not_finite"]:
+                gradient = f"gradient of {row['of']}: " if "of" in row else ""
+                yield "not finite", row["layer"], f"{gradient}{row['not_finite']:,} values are not finite"
+        for row in rows:
+            what, size = (f"the gradient of {row['of']}", "norm") if "of" in row else ("its output", "rms")
+            if self._exploded(f"{row['layer']} {row.get('of')}", row[size]):
+                yield "exploding", row["layer"], f"{what} is 100 times as large as before ({size} {row[size]:.3g})"
 
 
 _REMEMBERED = 20  # sizes of each layer or gradient
@@ -236,7 +240,8 @@ class ActivationMonitor(_Monitor):
     def _rows_of(self, record: Record) -> Iterable[dict[str, Any]]:
         for name, tensors in record.items():
             if tensors:
-                statistics = _statistics(tensors)
+                statistics = Statistics()
+                statistics.add(tensors)
                 looks = self._looks_at_dead(name, statistics)
                 yield {
                     "layer": name, "mean": statistics.mean, "std": statistics.std, "rms": statistics.rms,
@@ -259,12 +264,7 @@ class ActivationMonitor(_Monitor):
         return looks
 
     def _alarms_of(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
-        for row in rows:
-            if row["not_finite"]:
-                yield "not finite", row["layer"], f"{row['not_finite']:,} values are not finite"
-        for row in rows:
-            if self._exploded(row["layer"], row["rms"]):
-                yield "exploding", row["layer"], f"its output is 100 times as large as before (rms {row['rms']:.3g})"
+        yield from super()._alarms_of(rows)
         for row in rows:
             if row["dead"] >= _DEAD_PART * row["channels"]:
                 yield "dead", row["layer"], f"{row['dead']:,} of {row['channels']:,} channels are constant"
@@ -291,7 +291,7 @@ class GradientMonitor(_Monitor):
         owners = {*self._names, ""} if self._all_layers else set(self._names)  # "": parameters of the model itself
         parameters = {n: p for n, p in named_parameters(self._model).items() if n.rpartition(".")[0] in owners}
         if parameters:
-            taps.keep(list(parameters), "grad", reduce=_norm)
+            taps.keep(list(parameters), "grad", reduce=norm_of)
         # Computed now, since the optimiser may change the parameters before the gradients are read.
         self._sizes = {name: float(parameter.detach().norm()) for name, parameter in parameters.items()}
         # The parameters of the monitored step; at its end, the optimizer has changed them. A copy needs no access to
@@ -302,32 +302,24 @@ class GradientMonitor(_Monitor):
         parameters, before, self._before = named_parameters(self._model), self._before, {}
         for name, site in record.sites.items():
             tensors = record[site]
+            row = dict.fromkeys(("layer", "of", "norm", "std", "zeros", "ratio", "update", "not_finite"), math.nan)
             if site.layer in self._sizes:
                 layer, _, of = site.layer.rpartition(".")
-                norm, size, not_finite = float(tensors["norm"]), self._sizes[site.layer], int(tensors["not_finite"])
+                norm, size = float(tensors["norm"]), self._sizes[site.layer]
                 change = float((parameters[site.layer].detach() - before[site.layer]).norm())
-                columns = {"std": math.nan, "zeros": math.nan, "ratio": norm / size if size else math.nan,
-                           "update": change / size if size else math.nan}  # fmt: skip
+                shares = {"ratio": norm / size, "update": change / size} if size else {}
+                yield row | {"layer": layer, "of": of, "norm": norm, "not_finite": int(tensors["not_finite"])} | shares
             elif tensors:
-                layer, of, statistics = name.removesuffix("@grad"), "output", _statistics(tensors)
-                norm = statistics.rms * math.sqrt(statistics.total) if statistics.total else math.nan
-                not_finite = statistics.nan + statistics.infinite
-                columns = {"std": statistics.std, "zeros": statistics.zeros, "ratio": math.nan,
-                           "update": math.nan}  # fmt: skip
-            else:
-                continue
-            yield {"layer": layer, "of": of, "norm": norm, **columns, "not_finite": not_finite}
+                numbers = Statistics()
+                numbers.add(tensors)
+                yield row | {
+                    "layer": name.removesuffix("@grad"), "of": "output", "norm": numbers.rms * math.sqrt(numbers.total),
+                    "std": numbers.std, "zeros": numbers.zeros, "not_finite": numbers.nan + numbers.infinite,
+                }  # fmt: skip
 
     def _alarms_of(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
         # Rows are in the order in which the gradients were computed, starting at the loss.
-        for row in rows:
-            if row["not_finite"]:
-                text = f"gradient of {row['of']}: {row['not_finite']:,} values are not finite"
-                yield "not finite", row["layer"], text
-        for row in rows:
-            if self._exploded(f"{row['layer']} {row['of']}", row["norm"]):
-                text = f"the gradient of {row['of']} is 100 times as large as before (norm {row['norm']:.3g})"
-                yield "exploding", row["layer"], text
+        yield from super()._alarms_of(rows)
         yield from self._alarms_of_updates([row for row in rows if row["of"] != "output"])
 
     def _alarms_of_updates(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
@@ -355,23 +347,6 @@ class GradientMonitor(_Monitor):
         if len(self._updates) >= _SLOW_LOOKS and max(self._updates) < _SLOW:
             text = f"the median change of a weight in a step is below {_SLOW:g} times its size; {usual} low?"
             yield "learning rate", "optimizer", text
-
-
-def _norm(gradient: Tensor) -> dict[str, Tensor]:
-    """Return the L2 norm of the finite values, and the number of others; parameters are too large for statistics."""
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    norm, not_finite = torch.linalg.vector_norm(values.float()), torch.zeros((), dtype=torch.int64)
-    if not 1e-15 < float(norm) < 1e15:  # squares may have overflowed or underflowed
-        wide = values.cpu().double()  # mps has no double precision
-        finite = wide.isfinite()
-        norm, not_finite = wide.where(finite, 0.0).norm(), (~finite).sum()
-    return {"norm": norm, "not_finite": not_finite}
-
-
-def _statistics(tensors: Mapping[str, Tensor]) -> Statistics:
-    statistics = Statistics()
-    statistics.add(tensors)
-    return statistics
 
 
 def _default_layers(model: nn.Module) -> list[str]:

@@ -85,11 +85,9 @@ class InputReport:
         self.broken += (first_image + (summary["nan"] + summary["infinite"]).nonzero().flatten()).tolist()
         if self._first is None:
             self._first = inputs[:1].detach().clone()
-        if not self._differ and not self.broken and self._first.shape[1:] == self.shape:
-            limit = _EQUAL * max(abs(self.values.min), abs(self.values.max))
-            self._differ = float((inputs.detach() - self._first).abs().max()) > limit
-        else:
-            self._differ = True
+        comparable = not self._differ and not self.broken and self._first.shape[1:] == self.shape
+        limit = _EQUAL * max(abs(self.values.min), abs(self.values.max))
+        self._differ = not comparable or float((inputs.detach() - self._first).abs().max()) > limit
 
     @property
     def equal(self) -> bool:
@@ -302,14 +300,12 @@ class AttentionReport:
     Attributes:
         layer: layer that computes the attention.
         keys: number of tokens that a query may attend to.
-        largest: mean over queries of the largest weight, from 1 / keys to 1.
         one_hot: share of the queries with nearly all weight on one token.
         deviation: largest deviation of a weight from 1 / keys, times the number of keys.
     """
 
     layer: str
     keys: int
-    largest: float
     one_hot: float
     deviation: float
 
@@ -317,8 +313,8 @@ class AttentionReport:
     def of(cls, layer: str, weights: Tensor) -> AttentionReport:
         """Summarise weights (B, heads, T, S)."""
         keys, largest = weights.shape[-1], weights.amax(-1)
-        return cls(layer, keys, float(largest.mean()), float((largest > _ONE_HOT).float().mean()),
-                   float((weights * keys - 1).abs().max()))  # fmt: skip
+        one_hot, deviation = (largest > _ONE_HOT).float().mean(), (weights * keys - 1).abs().max()
+        return cls(layer, keys, float(one_hot), float(deviation))
 
 
 @dataclass(frozen=True)

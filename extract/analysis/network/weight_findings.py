@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from extract.analysis.network.reports import Evidence, Finding, TensorReport, WeightReport
+from extract.analysis.network.reports import Evidence, Finding, WeightReport
 
 __all__ = ["equal_filters", "faint_normalisations", "few_values", "zero_parameters"]
 
@@ -67,10 +65,8 @@ def faint_normalisations(evidence: Evidence, explained: set[str]) -> list[Findin
         tensor for tensor in normalising
         if tensor.activations.rms < _FAINT * usual and not tensor.zero_weight and tensor.name not in explained
     ]  # fmt: skip
-    return [_faint(faint, usual)] if faint else []
-
-
-def _faint(tensors: Sequence[TensorReport], usual: float) -> Finding:
-    part = tensors[0].activations.rms / usual
+    if not faint:
+        return []
+    part, others = faint[0].activations.rms / usual, tuple(tensor.name for tensor in faint[1:])
     text = f"its output is {part:.1g} times as large as that of other normalisations: a sum with others hides it"
-    return Finding("faint", tensors[0].name, text, grave=False, layers=tuple(tensor.name for tensor in tensors[1:]))
+    return [Finding("faint", faint[0].name, text, grave=False, layers=others)]

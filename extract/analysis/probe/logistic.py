@@ -85,7 +85,6 @@ class Fit:
             slope gained anything in float32, or predictions had settled.
         separated: (M,) whether all rows are classified correctly, with losses below log 2 in sum. Without a penalty,
             such classes have no optimum: the loss goes to zero as the weights grow (Albert and Anderson 1984).
-        deviation: largest standard deviation of the features along an axis.
     """
 
     weights: NDArray[np.float32]
@@ -94,7 +93,6 @@ class Fit:
     iterations: NDArray[np.int64]
     converged: NDArray[np.bool_]
     separated: NDArray[np.bool_]
-    deviation: float
 
 
 class LogisticRegression:
@@ -108,6 +106,9 @@ class LogisticRegression:
         device: device to compute on; problems that are too small for a GPU are solved on the CPU.
         memory_bytes: limit for features and variables, half for each. A (D, D) matrix in double precision is extra,
             up to D = 6,000.
+
+    Attributes:
+        deviation: largest standard deviation of the features along an axis.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class LogisticRegression:
             in_double = len(rows) * (min(len(rows), rows.width) + 1) * n_classes <= _IN_DOUBLE_TO
             dtype = torch.float64 if in_double else torch.float32
             self._features = _rows_along_axes(rows, self._device, self._memory_bytes, dtype)
+            self.deviation = float(self._features.variances.max()) ** 0.5
 
     def fit(self, strengths: Sequence[float], until_settled: bool = False) -> Fit:
         """Minimise the objective for every strength.
@@ -147,18 +149,14 @@ class LogisticRegression:
         order = np.argsort(strengths, kind="stable")
         place = np.argsort(order)  # position of each strength among the solved ones
         with torch.inference_mode(), full_float32():
-            problem, solved = self._problem(self._weight), []
+            problem, solved = _Problem(self._features, self._targets, self._n_classes, self._weight), []
             for chunk in self._chunks(np.asarray(strengths, np.float64)[order], problem):
                 whole = torch.zeros_like(chunk, dtype=torch.int64)
                 with limited_threads(problem.threads(len(chunk))):
                     best, scales, *others = _minimise(problem, chunk, whole, until_settled)
                 solution = (part.float() for part in problem.solution(best, scales))
                 solved.append([tensor.cpu().numpy() for tensor in (*solution, *others)])
-        weights, biases, objectives, iterations, converged, separated = (
-            np.concatenate(column)[place] for column in zip(*solved, strict=True)
-        )
-        deviation = float(self._features.variances.max()) ** 0.5
-        return Fit(weights, biases, objectives, iterations, converged, separated, deviation)
+        return Fit(*(np.concatenate(column)[place] for column in zip(*solved, strict=True)))
 
     def left_out_scores(self, strengths: Sequence[float], folds: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
         """Yield for each strength the scores of rows by fits without these rows.
@@ -178,7 +176,7 @@ class LogisticRegression:
         fitted = torch.cat([fold_of != number for number in range(n_folds)], 1)  # (N, F * R): the draw varies fastest
         weights = fitted.float() if self._weight is None else fitted * self._weight
         with torch.inference_mode(), full_float32():
-            problem = self._problem(weights)
+            problem = _Problem(self._features, self._targets, self._n_classes, weights)
             for chunk in self._chunks(np.asarray(strengths, np.float64), problem, n_folds * draws, draws):
                 fold = torch.arange(n_folds * draws, device=self._device).repeat(len(chunk))
                 fits = chunk.repeat_interleave(n_folds * draws)
@@ -186,9 +184,6 @@ class LogisticRegression:
                     best, scales, *_ = _minimise(problem, fits, fold, until_settled=True)
                 scores = problem.left_out_scores(best, scales, fold_of, n_folds)
                 yield from scores.cpu().numpy()
-
-    def _problem(self, weights: Tensor | None) -> _Problem:
-        return _Problem(self._features, self._targets, self._n_classes, weights)
 
     def _chunks(
         self, strengths: NDArray[np.float64], problem: _Problem, n_fits: int = 1, n_kept: int = 0
@@ -213,7 +208,7 @@ class _Problem:
 
     def __init__(self, features: _RowsAlongAxes, targets: Tensor, n_classes: int, weights: Tensor | None):
         self.features, self.targets, self.weights = features, targets, weights
-        self.device, self.count, self.dtype = targets.device, features.count, features.variances.dtype
+        self.device, self.count, self.dtype = targets.device, len(features.rows), features.variances.dtype
         self.n_outputs = n_classes if targets.ndim == 1 else targets.shape[1]
         self.n_variables = self.n_outputs * (len(features.variances) + 1)
         # Curvature of softmax at equal scores, or of the logistic function at 0, times the mean weight of a row.
@@ -283,11 +278,6 @@ class _Problem:
         """Return whether (M,) the losses of all rows add up to less than log 2, the loss of a row on the boundary."""
         return losses * self.count < math.log(2) * self.least_weight
 
-    def rescaled(self, point: Tensor, gradient: Tensor, scales: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return variables (M, V) and their gradients (M, V) for other scales (M, R + 1), and these scales."""
-        ratio = (scales / new)[:, None, :].expand(-1, self.n_outputs, -1).flatten(1)
-        return point * ratio, gradient / ratio, new
-
     def _scaled(self, variables: Tensor, scales: Tensor) -> Tensor:
         """Return (M, K, R + 1): weights along the axes, and biases at the mean of the features."""
         return variables.view(len(variables), self.n_outputs, -1) * scales[:, None, :]
@@ -355,7 +345,7 @@ def _minimise(problem: _Problem, strengths: Tensor, fold: Tensor, until_settled:
     iterations, settled = torch.zeros_like(active), torch.zeros_like(active)  # settled: small steps in a row
     first, first_loss, done = value, loss, torch.zeros_like(active, dtype=torch.bool)
     rescaled, changes = torch.full_like(active, -_HISTORY), torch.zeros_like(active)  # of the scales: when, how often
-    best, others = torch.empty_like(point), [value.clone(), loss.clone(), iterations.clone(), done.clone()]
+    results = [part.clone() for part in (point, value, loss, iterations, done)]
     curvature = _Curvature(point)
     for number in range(MAX_ITERATIONS + 1):
         direction = curvature.direction(gradient)
@@ -371,15 +361,15 @@ def _minimise(problem: _Problem, strengths: Tensor, fold: Tensor, until_settled:
             rescaled[changing] = number
             flat, start = problem.scales(strengths[active], is_flat=True), problem.scales(strengths[active])
             chosen = flat.where(to_flat[:, None], start).where(changing[:, None], scales)
-            point, gradient, scales = problem.rescaled(point, gradient, scales, chosen)
+            ratio = (scales / chosen).repeat(1, problem.n_outputs)
+            point, gradient, scales = point * ratio, gradient / ratio, chosen
             all_scales[active] = scales
             curvature.forget(changing)
             direction = curvature.direction(gradient)
             slope = (direction * gradient).sum(1, dtype=torch.float64)
         n_done = int(done.sum())
         if n_done > _MOST_DONE * len(done) or number == MAX_ITERATIONS:
-            best[active] = point
-            for whole, part in zip(others, (value, loss, iterations, done), strict=True):
+            for whole, part in zip(results, (point, value, loss, iterations, done), strict=True):
                 whole[active] = part
             if n_done == len(done) or number == MAX_ITERATIONS:
                 break
@@ -392,9 +382,9 @@ def _minimise(problem: _Problem, strengths: Tensor, fold: Tensor, until_settled:
                 tensor[left] for tensor in (scales, penalty, fold, point, value, loss, gradient, direction, slope)
             )
         direction, slope = direction.masked_fill_(done[:, None], 0), slope.masked_fill(done, 0)
-        step, (new_value, loss, new_gradient), moved = _line_search(
-            problem, point, value, loss, gradient, direction, slope, scales, penalty, fold
-        )
+        how = (scales, penalty, fold)
+        step, found, moved = _line_search(problem, point, (value, loss, gradient), direction, slope, how)
+        new_value, loss, new_gradient = found
         iterations += ~done
         if until_settled:
             small = (value - new_value < _SMALL_GAIN) & problem.separates(loss)
@@ -402,7 +392,7 @@ def _minimise(problem: _Problem, strengths: Tensor, fold: Tensor, until_settled:
         done |= ~moved  # rounding is larger than the possible gain
         curvature.add(step, new_gradient - gradient)
         point, value, gradient = point + step, new_value, new_gradient
-    objectives, losses, iterations, converged = others
+    best, objectives, losses, iterations, converged = results
     return best, all_scales, objectives * strengths * problem.count, iterations, converged, problem.separates(losses)
 
 
@@ -466,16 +456,23 @@ class _Curvature:
 
 
 def _line_search(
-    problem: _Problem, point: Tensor, value: Tensor, loss: Tensor, gradient: Tensor, direction: Tensor, slope: Tensor,
-    scales: Tensor, penalty: Tensor, fold: Tensor,
-) -> tuple[Tensor, list[Tensor], Tensor]:  # fmt: skip
+    problem: _Problem, point: Tensor, before: Sequence[Tensor], direction: Tensor, slope: Tensor, how: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor], Tensor]:
     """Find for each row a step along its direction that decreases its objective enough.
+
+    Args:
+        problem: the objective.
+        point: (M, V) variables.
+        before: what `evaluate` returns there.
+        direction: (M, V), changed in place.
+        slope: (M,) derivative of the objective along the direction.
+        how: further arguments of `evaluate`.
 
     Returns:
         the steps (M, V); the objectives, losses and gradients there; and whether each row moves.
     """
-    length = torch.ones_like(slope)
-    found = list(problem.evaluate(point + direction, scales, penalty, fold))
+    length, value = torch.ones_like(slope), before[0]
+    found = list(problem.evaluate(point + direction, *how))
     for shrinks in range(_MOST_SHRINKS + 1):
         short = ~(found[0] <= value + _ENOUGH * length * slope + _ROUNDING * value) & (slope < 0)
         rows = short.nonzero()[:, 0]
@@ -483,8 +480,8 @@ def _line_search(
             break
         if shrinks == _MOST_SHRINKS:
             direction[rows] = 0
-            for now, before in zip(found, (value, loss, gradient), strict=True):
-                now[rows] = before[rows]
+            for now, values in zip(found, before, strict=True):
+                now[rows] = values[rows]
             break
         # The minimum of the parabola through both values and the slope, kept away from both ends.
         fall = slope[rows] * length[rows]
@@ -492,7 +489,7 @@ def _line_search(
         factor = torch.where(least.isfinite(), least.clamp(0.1, 0.5), 0.1)
         length[rows] *= factor
         direction[rows] *= factor[:, None].to(direction.dtype)
-        again = problem.evaluate(point[rows] + direction[rows], scales[rows], penalty[rows], fold[rows])
+        again = problem.evaluate(point[rows] + direction[rows], *(part[rows] for part in how))
         for now, values in zip(found, again, strict=True):
             now[rows] = values
     return direction, found, ~short
@@ -503,28 +500,24 @@ class _RowsAlongAxes:
     """The rows, and the axes along which the variables lie.
 
     Attributes:
-        rows: (N, D) rows to read in every pass; None if they are held.
-        held: (N, R + 1) centred rows along the axes, and ones; None if they do not fit into memory or have no
-            principal axes.
+        rows: (N, R + 1) centred rows along the axes, and ones; of rows that do not fit into memory or have no principal
+            axes, (N, D) rows to read in every pass.
         mean: (D,) of the rows.
         axes: (R, D) orthonormal principal axes; None: the columns.
         variances: (R,) of the rows along the axes, at least 1e-7 of the largest.
-        count: N.
     """
 
-    rows: FeatureRows | None
-    held: Tensor | None
+    rows: FeatureRows | Tensor
     mean: Tensor
     axes: Tensor | None
     variances: Tensor
-    count: int
 
     def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, block) over all rows; a block has a column of ones after the R axes, or D columns."""
-        if self.held is not None:
-            for start in range(0, self.count, size):
-                yield start, self.held[start : start + size]
-        elif self.rows is not None:
+        if isinstance(self.rows, Tensor):
+            for start in range(0, len(self.rows), size):
+                yield start, self.rows[start : start + size]
+        else:
             for first, array in self.rows.blocks():  # read large blocks, compute on small ones
                 block = torch.from_numpy(array).to(self.mean.device)
                 for start in range(0, len(block), size):
@@ -532,14 +525,14 @@ class _RowsAlongAxes:
 
     def for_blocks(self, scaled: Tensor) -> Tensor:
         """Convert weights along the axes and biases (..., R + 1) to those for the columns of blocks."""
-        if self.held is not None:
+        if isinstance(self.rows, Tensor):
             return scaled
         weights = self.along(scaled[..., :-1])
         return torch.cat([weights, scaled[..., -1:] - weights @ self.mean[:, None]], -1)
 
     def from_blocks(self, by_columns: Tensor) -> Tensor:
         """Convert derivatives by the result of `for_blocks` to derivatives by its argument."""
-        if self.held is not None:
+        if isinstance(self.rows, Tensor):
             return by_columns
         by_biases = by_columns[..., -1:]
         by_weights = by_columns[..., :-1] - by_biases * self.mean
@@ -569,18 +562,18 @@ def _rows_along_axes(rows: FeatureRows, device: torch.device, memory_bytes: int,
         source = torch.from_numpy(rows.array())
     elif width > _WIDEST:
         mean, variances = (torch.from_numpy(values).float().to(device) for values in moments(rows))
-        return _RowsAlongAxes(rows, None, mean, None, _with_floor(variances), count)
+        return _RowsAlongAxes(rows, mean, None, _with_floor(variances))
     fitted = principal_axes(source, device=device)
     varying = fitted.squares > 0
     varying[0] = True  # all rows are equal
     mean, axes, variances = fitted.mean.float(), fitted.axes[varying], _with_floor(fitted.squares[varying] / count)
     if not are_held:
-        return _RowsAlongAxes(rows, None, mean, axes, variances, count)
+        return _RowsAlongAxes(rows, mean, axes, variances)
     mean, axes, variances = mean.to(dtype), axes.to(dtype), variances.to(dtype)
     held = torch.ones(count, len(axes) + 1, device=device, dtype=dtype)
     for start, array in rows.blocks():
         held[start : start + len(array), :-1] = (torch.from_numpy(array).to(device) - mean) @ axes.T
-    return _RowsAlongAxes(None, held, mean, axes, variances, count)
+    return _RowsAlongAxes(held, mean, axes, variances)
 
 
 def _with_floor(variances: Tensor) -> Tensor:

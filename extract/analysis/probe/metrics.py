@@ -36,6 +36,8 @@ _PERCENT_METRICS = {"top1", "top5", "balanced_accuracy", "mIoU", "pixel_accuracy
 _BINS = 15  # of confidence, as in Guo et al. 2017
 
 
+MetricsOfRows = Callable[[NDArray[np.int64] | slice], dict[str, float]]
+
 # Below these numbers, the coverage of a bootstrap fell below 0.92 in simulations (docs/benchmarks.md).
 _FEW_ERRORS = 20  # wrong rows: most draws miss the rare large losses
 _FEW_POSITIVES = 30  # test rows with a label
@@ -70,15 +72,11 @@ def classification_metrics(
     # Rank equal scores by class, like `argmax`, so that top-1 agrees with the predicted class.
     before = (scores > own).sum(1) + ((scores == own) & (np.arange(k) < np.maximum(truth, 0)[:, None])).sum(1)
     known = truth >= 0
-    hits = {"top1": known & (before == 0)}
-    if k > 5:
-        hits["top5"] = known & (before < 5)
+    hits = {f"top{n}": known & (before < n) for n in (1, 5) if n == 1 or k > n}
     classes, n_classes = _all_classes(truth, k)
-    losses = None
-    if probabilities is not None:
-        # Computed from the scores: float32 cannot represent a probability of 1e-50.
-        above = scores.astype(np.float64) - own
-        losses = np.where(known, np.logaddexp.reduce(above, axis=1), np.nan)
+    # Computed from the scores: float32 cannot represent a probability of 1e-50.
+    above = scores.astype(np.float64) - own
+    losses = None if probabilities is None else np.where(known, np.logaddexp.reduce(above, axis=1), np.nan)
 
     def compute(rows: NDArray[np.int64] | slice) -> dict[str, float]:
         values = {} if losses is None else {"log_loss": _mean(losses[rows])}
@@ -89,6 +87,9 @@ def classification_metrics(
     drawn = bootstrap(compute, count, seed, RESAMPLES)
     if losses is not None:
         metrics["log_loss"] = drawn["log_loss"]
+        n_wrong = count - int(hits["top1"].sum())
+        if n_wrong < _FEW_ERRORS and metrics["log_loss"].method:
+            metrics["log_loss"] = too_narrow(metrics["log_loss"], f"only {n_wrong} rows are wrong")
     n, recall, *_ = _by_class(classes, n_classes, predicted)
     present = n > 0
     rows = effective_rows(n[present], recall[present])
@@ -99,14 +100,14 @@ def classification_metrics(
         for name in ("balanced_accuracy", "macro_f1"):
             metrics[name] = too_narrow(metrics[name], f"a class has only {smallest} test rows")
     if probabilities is not None:
-        n_wrong = count - int(hits["top1"].sum())
-        if n_wrong < _FEW_ERRORS and metrics["log_loss"].method:
-            metrics["log_loss"] = too_narrow(metrics["log_loss"], f"only {n_wrong} rows are wrong")
         confidence = probabilities.max(1).astype(np.float64)
         # No interval: resampling rows makes this error larger, so that the interval often lay above the estimate. On
         # 100 rows, a calibrated probe has 0.05; so the mean of such a probe stands beside it.
         metrics["calibration_error"] = Estimate(expected_calibration_error(confidence, hits["top1"]))
-        metrics["calibration_error_if_calibrated"] = Estimate(_error_if_calibrated(confidence, seed))
+        generator = np.random.default_rng(seed)
+        draws = [expected_calibration_error(confidence, generator.random(count) < confidence)
+                 for _ in range(_CALIBRATED_DRAWS)]  # fmt: skip
+        metrics["calibration_error_if_calibrated"] = Estimate(float(np.mean(draws)))
     return metrics
 
 
@@ -115,15 +116,8 @@ def too_narrow(estimate: Estimate, reason: str) -> Estimate:
     return replace(estimate, method=f"{estimate.method}; may be too narrow, since {reason}")
 
 
-def _error_if_calibrated(confidence: NDArray[np.float64], seed: int) -> float:
-    generator = np.random.default_rng(seed)
-    draws = [expected_calibration_error(confidence, generator.random(len(confidence)) < confidence)
-             for _ in range(_CALIBRATED_DRAWS)]  # fmt: skip
-    return float(np.mean(draws))
-
-
-def _mean(values: NDArray[Any]) -> float:
-    known = values[~np.isnan(values)] if values.dtype.kind == "f" else values
+def _mean(values: NDArray[np.float64]) -> float:
+    known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else math.nan
 
 
@@ -208,9 +202,7 @@ def regression_metrics(predicted: NDArray[np.float64], truth: NDArray[np.float64
     return resampled(compute, len(truth), seed, _FEW_NUMBERS, "rows")
 
 
-def resampled(
-    compute: Callable[[NDArray[np.int64] | slice], dict[str, float]], count: int, seed: int, few: int, what: str
-) -> dict[str, Estimate]:
+def resampled(compute: MetricsOfRows, count: int, seed: int, few: int, what: str) -> dict[str, Estimate]:
     """Return metrics with bootstrap intervals, which may be too narrow if there are less than `few` rows or images."""
     metrics = bootstrap(compute, count, seed, RESAMPLES)
     if count >= few:
@@ -358,9 +350,7 @@ def widened(estimate: Estimate, other: Estimate) -> Estimate:
     return replace(estimate, low=low, high=high, method=f"wider of {estimate.method} and {other.method}")
 
 
-def bootstrap(
-    compute: Callable[[NDArray[np.int64] | slice], dict[str, float]], count: int, seed: int, draws: int
-) -> dict[str, Estimate]:
+def bootstrap(compute: MetricsOfRows, count: int, seed: int, draws: int) -> dict[str, Estimate]:
     """Return metrics with the 2.5 % and 97.5 % percentiles over rows drawn with replacement (Efron 1979).
 
     Args:
@@ -373,14 +363,11 @@ def bootstrap(
     generator = np.random.default_rng(seed)
     with np.errstate(all="ignore"):  # a draw may lack a class, or repeat a row many times
         drawn = [compute(generator.integers(0, count, count)) for _ in range(draws)]
-    estimates = {}
+    estimates = {name: Estimate(value) for name, value in values.items()}
     for name, value in values.items():
-        finite: list[Any] = [draw[name] for draw in drawn if math.isfinite(draw[name])]
-        if not finite:
-            estimates[name] = Estimate(value)
-            continue
-        low, high = np.percentile(finite, [100 * _TAIL, 100 * (1 - _TAIL)])
-        estimates[name] = Estimate(value, float(low), float(high), "percentile bootstrap")
+        if finite := [draw[name] for draw in drawn if math.isfinite(draw[name])]:
+            low, high = np.percentile(finite, [100 * _TAIL, 100 * (1 - _TAIL)]).tolist()
+            estimates[name] = Estimate(value, low, high, "percentile bootstrap")
     return estimates
 
 
@@ -409,21 +396,18 @@ def _beta_below(x: float, a: float, b: float) -> float:
     factor = math.exp(
         math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
     ) / a  # fmt: skip
-    # The modified method of Lentz (Thompson and Barnett 1986).
-    upper, lower = 1.0, 0.0
-    fraction = 1.0
-    for i in range(10_000):
+    # The modified method of Lentz (Thompson and Barnett 1986), after the first term, which is 1.
+    upper, lower, fraction = 2.0, 1.0, 2.0
+    for i in range(1, 10_000):
         m = i // 2
-        if i == 0:
-            term = 1.0
-        elif i % 2:
+        if i % 2:
             term = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
         else:
             term = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
         lower = 1 / ((1 + term * lower) or _TINY)
         upper = (1 + term / upper) or _TINY
         fraction *= upper * lower
-        if i and abs(upper * lower - 1) < _CLOSE:
+        if abs(upper * lower - 1) < _CLOSE:
             break
     return factor * (fraction - 1)
 
@@ -456,9 +440,7 @@ def holm(p: ArrayLike) -> NDArray[np.float64]:
     values = np.asarray(p, np.float64)
     order = np.argsort(values, kind="stable")
     steps = np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1))
-    corrected = np.empty(len(values))
-    corrected[order] = np.minimum(steps, 1)
-    return corrected
+    return np.minimum(steps, 1)[np.argsort(order)]
 
 
 @dataclass(frozen=True)
@@ -499,9 +481,8 @@ def rank_test(values: ArrayLike) -> RankTest:
 
 def ranks_of(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the ranks (K,) of values (K,), the largest first; equal values share the mean of their ranks."""
-    larger = (values[:, None] < values).sum(1)
-    ranks: NDArray[np.float64] = larger + (1 + (values[:, None] == values).sum(1)) / 2
-    return ranks
+    _, place, counts = np.unique(-values, return_inverse=True, return_counts=True)
+    return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[place])
 
 
 def _above(spans: NDArray[np.float64], count: int) -> NDArray[np.float64]:

@@ -161,7 +161,7 @@ def neighbour_shares(
     Returns:
         (Q, K) for each k; if each row of the bank has one class, the shares of a query sum to 1.
     """
-    results = [np.zeros((len(queries), n_classes), np.float32) for _ in ks]
+    results = {k: np.zeros((len(queries), n_classes), np.float32) for k in ks}
     for start, array in queries.blocks(min(4 * queries.width * _QUERIES, memory_bytes // 8)):
         near = nearest_in(bank, array, max(ks), device, memory_bytes // 2, exact=False)
         # Subtract the largest cosine, which prevents overflow and does not change the shares.
@@ -172,10 +172,9 @@ def neighbour_shares(
                 total[query_numbers, targets[neighbours]] += votes[:, rank]
             else:
                 total += votes[:, rank, None] * targets[neighbours]
-            for k, shares in zip(ks, results, strict=True):
-                if k == rank + 1:
-                    shares[start : start + len(array)] = total / votes[:, :k].sum(1, keepdims=True)
-    return results
+            if (k := rank + 1) in results:
+                results[k][start : start + len(array)] = total / votes[:, :k].sum(1, keepdims=True)
+    return [results[k] for k in ks]
 
 
 def layer_to_search(layers: Sequence[str], asked: str | None, where: str) -> str:
@@ -229,11 +228,10 @@ def _scan(
         if k <= len(block) and bool(torch.isinf(least).any()):
             least = torch.maximum(least, cosines.topk(k, 1)[0][:, -1])
         near = (cosines >= (least - margin)[:, None]) & good
-        query_numbers, row_numbers = near.nonzero(as_tuple=True)
+        query_numbers, row_numbers = (numbers.to(home) for numbers in near.nonzero(as_tuple=True))
         if not len(query_numbers):
             continue
         if exact:
-            query_numbers, row_numbers = query_numbers.cpu(), row_numbers.cpu()
             pairs = query_numbers.numpy(), row_numbers.numpy()
             values = torch.from_numpy(_exact_cosines(unit, block, *pairs, memory_bytes))
         else:

@@ -32,7 +32,7 @@ from extract.system.free_memory import free_bytes
 from extract.system.html_tables import Table, html_summary
 from extract.system.torch_state import device_named
 
-__all__ = ["MOST_IN_A_TABLE", "ProbeResult", "linear_probe", "probe", "probe_device"]
+__all__ = ["MOST_IN_A_TABLE", "ProbeResult", "linear_probe", "probe", "probe_resources"]
 
 PRIMARY = {"classification": "top1", "multilabel": "mAP", "regression": "r2", "segmentation": "mIoU", "depth": "delta1"}
 MOST_IN_A_TABLE = 1000  # classes in a confusion matrix, whose size is their square
@@ -195,29 +195,26 @@ def linear_probe(
     numbers = definition.tasks == ("regression",)
     if not isinstance(seed, int) or not 0 <= seed < 1 << 32:
         raise InputError(f"seed is {seed!r}; expected a whole number from 0 to {(1 << 32) - 1}")
-    train, test = np.asarray(y_train), np.asarray(y_test)
-    val = None if y_val is None else np.asarray(y_val)
-    task, classes, encoded = _encode_targets(train, val, test, numbers)
-
-    if groups is not None and np.shape(groups) != (len(train),):
-        raise InputError(f"groups have shape {np.shape(groups)}; expected ({len(train)},), one for each row of y_train")
-    numbers_of = None if groups is None else np.unique(np.asarray(groups), return_inverse=True)[1]
-
-    def labelled(name: str, x: Source, y: NDArray[Any], groups: NDArray[np.int64] | None = None) -> Labelled:
+    given = {"train": (x_train, y_train), "val": (x_val, y_val), "test": (x_test, y_test)}
+    targets = {name: np.asarray(y) for name, (_, y) in given.items() if y is not None}
+    task, classes, encoded = _encode_targets(targets, numbers)
+    of_groups, count = dict[str, NDArray[np.int64]](), len(encoded["train"])
+    if groups is not None:
+        if np.shape(groups) != (count,):
+            raise InputError(f"groups have shape {np.shape(groups)}; expected ({count},), one for each row of y_train")
+        of_groups["train"] = np.unique(np.asarray(groups), return_inverse=True)[1]
+        of_groups["val"] = count + np.arange(len(encoded.get("val", ())))  # each row is a group
+    parts = dict[str, Labelled]()
+    for name, y in encoded.items():
+        x = given[name][0]
         # Convert a list of rows to an array: `FeatureRows` treats a list as arrays side by side.
-        rows = FeatureRows.of(np.asarray(x) if isinstance(x, list | tuple) else x)
+        rows = FeatureRows.of(np.asarray(x) if isinstance(x, list | tuple) else x)  # type: ignore[arg-type]
         if len(rows) != len(y):
             raise InputError(f"x_{name} has {len(rows):,} rows, but y_{name} has {len(y):,}")
-        return Labelled(rows, y, groups)
-
-    validation = None
-    if x_val is not None and encoded[1] is not None:
-        alone = None if numbers_of is None else len(train) + np.arange(len(encoded[1]))
-        validation = labelled("val", x_val, encoded[1], alone)
+        parts[name] = Labelled(rows, y, of_groups.get(name))
     return probe(
-        labelled("train", x_train, encoded[0], numbers_of), validation or None, labelled("test", x_test, encoded[2]),
-        classes, task, protocol=protocol, scaling=scaling, balanced=class_weight == "balanced", seed=seed,
-        device=device, memory_bytes=memory_bytes,
+        parts["train"], parts.get("val") or None, parts["test"], classes, task, protocol=protocol, scaling=scaling,
+        balanced=class_weight == "balanced", seed=seed, device=device, memory_bytes=memory_bytes,
     )  # fmt: skip
 
 
@@ -266,20 +263,18 @@ def probe(
         raise InputError(f"{name} is {value:g} in all training rows; regression needs different values")
     if task == "classification" and len(classes) < 2:
         raise InputError(f"the training rows have only {len(classes)} class; a probe needs at least two")
-    parts = (("train", train), ("val", val), ("test", test))
-    widths = {name: part.rows.width for name, part in parts if part is not None}
+    parts = {name: part for name, part in (("train", train), ("val", val), ("test", test)) if part is not None}
+    widths = {name: part.rows.width for name, part in parts.items()}
     if len(set(widths.values())) > 1:
         raise InputError(f"rows have different widths: {widths}")
-    torch_device = probe_device(device)
-    memory_bytes = free_bytes() // 2 if memory_bytes is None else memory_bytes
-    if torch_device.type == "cuda":
-        memory_bytes = min(memory_bytes, torch.cuda.mem_get_info(torch_device)[0] // 2)
+    torch_device, memory_bytes = probe_resources(device, memory_bytes)
     settings = Settings(task, classes, scaling or definition.scaling, balanced, seed, torch_device, memory_bytes)
     # Rows that fit are read once. The limit is a third, since the fitted rows are also held along their principal axes.
-    held_bytes = sum(part.rows.nbytes for part in (train, val, test) if part is not None)
+    held_bytes = sum(part.rows.nbytes for part in parts.values())
     if held_bytes <= memory_bytes // 3:
         settings = replace(settings, memory_bytes=memory_bytes - held_bytes)
-        train, val, test = train.held(), None if val is None else val.held(), test.held()
+        parts = {name: part.held() for name, part in parts.items()}
+    train, val, test = parts["train"], parts.get("val"), parts["test"]
     try:
         if definition.fit is None:
             result = _few_shot(train, val, test, settings, protocol)
@@ -296,8 +291,8 @@ def probe(
     return replace(result, notes=notes, seconds=time.perf_counter() - started)
 
 
-def probe_device(device: str) -> torch.device:
-    """Return the device of a probe, which needs double precision.
+def probe_resources(device: str, memory_bytes: int | None) -> tuple[torch.device, int]:
+    """Return the device of a probe, which needs double precision, and the limit for features and variables.
 
     Raises:
         InputError: there is no such device, or it is mps.
@@ -305,7 +300,10 @@ def probe_device(device: str) -> torch.device:
     torch_device = device_named(device)
     if torch_device.type == "mps" and device != "auto":
         raise InputError("probes need double precision, which mps does not support", hint="use --device cpu")
-    return torch.device("cpu") if torch_device.type == "mps" else torch_device
+    memory_bytes = free_bytes() // 2 if memory_bytes is None else memory_bytes
+    if torch_device.type == "cuda":
+        return torch_device, min(memory_bytes, torch.cuda.mem_get_info(torch_device)[0] // 2)
+    return torch.device("cpu") if torch_device.type == "mps" else torch_device, memory_bytes
 
 
 def _few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: Settings, protocol: str) -> ProbeResult:
@@ -359,10 +357,10 @@ def _over_draws(values: list[float], n_test: int) -> Estimate:
 
 
 def _encode_targets(
-    train: NDArray[Any], val: NDArray[Any] | None, test: NDArray[Any], numbers: bool
-) -> tuple[str, NDArray[Any], tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any]]]:
-    """Return the task, the classes, and the encoded targets of the training, validation and test rows."""
-    arrays = [array for array in (train, val, test) if array is not None]
+    targets: Mapping[str, NDArray[Any]], numbers: bool
+) -> tuple[str, NDArray[Any], dict[str, NDArray[Any]]]:
+    """Return the task, the classes, and the encoded targets of the parts: train, val if given, and test."""
+    arrays, train, test = targets.values(), targets["train"], targets["test"]
     if not train.size or not test.size:
         raise InputError(f"{len(train):,} training rows and {len(test):,} test rows; expected at least one of each")
     if any(array.dtype.kind == "f" and not np.isfinite(array).all() for array in arrays):
@@ -380,38 +378,34 @@ def _encode_targets(
             for array in arrays
         ):
             raise InputError("regression targets must be finite numbers below 1e100")
-        as_numbers = [None if array is None else array.reshape(len(array), -1).astype(np.float64)
-                      for array in (train, val, test)]  # fmt: skip
         names = np.array([f"target {i}" for i in range(np.prod(train.shape[1:], dtype=int))])
-        return "regression", names, tuple(as_numbers)  # type: ignore[return-value]
+        return "regression", names, {name: y.reshape(len(y), -1).astype(np.float64) for name, y in targets.items()}
     if train.ndim == 2 and train.shape[1] == 1:  # a column of classes
-        return _encode_targets(train[:, 0], None if val is None else val[:, 0], test[:, 0], numbers)
+        return _encode_targets({name: y[:, 0] for name, y in targets.items()}, numbers)
     if train.ndim == 2:
         if any(not np.isin(array, (0, 1)).all() for array in arrays):
             raise InputError("targets of shape (N, K) must be labels, 0 or 1", hint="for numbers, use protocol='ridge'")
-        labels = [None if array is None else array.astype(np.float32) for array in (train, val, test)]
-        return "multilabel", np.arange(train.shape[1]), tuple(labels)  # type: ignore[return-value]
+        return "multilabel", np.arange(train.shape[1]), {name: y.astype(np.float32) for name, y in targets.items()}
     if train.dtype.kind == "f" and (train != np.round(train)).any():
         raise InputError(
             "y_train holds fractions; expected whole class numbers", hint="for numbers, use protocol='ridge'"
         )
     classes = np.unique(train)
-    number_of = {value: number for number, value in enumerate(classes.tolist())}
-    encoded: list[NDArray[Any] | None] = []
-    for name, array in (("val", val), ("test", test)):
-        if array is None:
-            encoded.append(None)
-            continue
-        # -1, -2, ...: one number for each class missing from training.
-        missing = sorted(set(array.tolist()) - set(number_of))
-        numbers_of = number_of | {value: -1 - number for number, value in enumerate(missing)}
-        indices = np.array([numbers_of[value] for value in array.tolist()], np.int64)
-        if name == "val" and (indices < 0).any():
-            raise InputError(f"y_val has the class {array[indices < 0][0].item()!r}, which y_train does not have")
-        if not (indices >= 0).any() and len(array):
-            raise InputError(
-                f"y_{name} and y_train have no class in common; for example, y_{name} has {array[0].item()!r} "
-                f"({array.dtype}) and y_train has {classes[0].item()!r} ({train.dtype})"
-            )
-        encoded.append(indices)
-    return "classification", classes, (np.searchsorted(classes, train), encoded[0], encoded[1])  # type: ignore[return-value]
+    encoded = {name: _class_numbers(name, y, classes, train.dtype) for name, y in targets.items()}
+    return "classification", classes, encoded
+
+
+def _class_numbers(name: str, labels: NDArray[Any], classes: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.int64]:
+    """Return the number (N,) of the class of each row; -1, -2, ...: one for each class missing from training."""
+    numbers = {value: number for number, value in enumerate(classes.tolist())}
+    missing = sorted(set(labels.tolist()) - set(numbers))
+    numbers |= {value: -1 - number for number, value in enumerate(missing)}
+    indices = np.array([numbers[value] for value in labels.tolist()], np.int64)
+    if name == "val" and (indices < 0).any():
+        raise InputError(f"y_val has the class {labels[indices < 0][0].item()!r}, which y_train does not have")
+    if not (indices >= 0).any() and len(labels):
+        raise InputError(
+            f"y_{name} and y_train have no class in common; for example, y_{name} has {labels[0].item()!r} "
+            f"({labels.dtype}) and y_train has {classes[0].item()!r} ({dtype})"
+        )
+    return indices

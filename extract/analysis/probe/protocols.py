@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 
 from extract.analysis.probe.feature_matrix import FeatureRows, Labelled, Scaling, mean_of
-from extract.analysis.probe.logistic import Fit, LogisticRegression
+from extract.analysis.probe.logistic import LogisticRegression
 from extract.analysis.probe.metrics import average_precision
 from extract.analysis.probe.model import LinearProbe
 from extract.analysis.probe.nearest_rows import neighbour_shares
@@ -164,9 +164,8 @@ def dinov2_logreg(train: Labelled, val: Labelled | None, settings: Settings) -> 
     the default here. Validation rows, if given, are added to the training rows.
     """
     all_rows = train if val is None else train + val
-    return _refit(
-        _on_validation(*held_out(all_rows, None, settings), settings), settings, 10 ** np.linspace(-6, 5, 45), "C"
-    )
+    choice = _on_validation(*held_out(all_rows, None, settings), settings)
+    return _refit(choice, settings, 10 ** np.linspace(-6, 5, 45), "C")
 
 
 def clip(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
@@ -200,7 +199,7 @@ def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
         )
         return votes, None  # shares of votes are not probabilities: most are exactly 0
 
-    notes = _note_on_few_rows(len(validation), validation.n_groups)
+    notes = _note_on_few_rows(validation)
     return Fitted(scores, len(neighbours), "k", k, curve, len(validation), chosen_on, threshold=0.5, notes=notes)
 
 
@@ -257,7 +256,7 @@ def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     scaling = Scaling.of(settings.scaling, all_rows.rows)
     weights, biases = fit_ridge(all_rows.rows.scaled(scaling), all_rows.targets, [alpha])
     model = LinearProbe(weights[0], biases[0], settings.classes, settings.task, scaling, has_probabilities=False)
-    notes = _note_on_range("alpha", alpha, curve) + _note_on_few_rows(len(validation), validation.n_groups)
+    notes = _note_on_range("alpha", alpha, curve) + _note_on_few_rows(validation)
     return Fitted(_scorer(model), len(all_rows), "alpha", alpha, curve, len(validation), chosen_on, model, notes=notes)
 
 
@@ -287,15 +286,20 @@ def held_out(train: Labelled, val: Labelled | None, settings: Settings) -> tuple
         return train, val, _VALIDATION
     n_groups, count = train.n_groups, train.n_groups // 10
     if not count:
-        noun = "training rows" if n_groups == len(train) else "groups of training rows"
-        raise InputError(
-            f"{n_groups} {noun} are too few to hold out a tenth for choosing hyper-parameters",
-            hint="give validation rows, or use the protocol centroid, which has no hyper-parameters",
-        )
+        raise _nothing_to_choose_on(train, f"{n_groups} {{}} are too few to hold out a tenth")
     order = torch.randperm(n_groups, generator=torch.Generator().manual_seed(settings.seed)).numpy()
     is_held_out = np.isin(train.grouping[1], order[:count])
     fit, validation = train.subset(np.flatnonzero(~is_held_out)), train.subset(np.flatnonzero(is_held_out))
     return fit, validation, train.in_words("a tenth of the training rows")
+
+
+def _nothing_to_choose_on(train: Labelled, problem: str) -> InputError:
+    """Return the error for training rows, named by {} in the problem, of which none can be left out."""
+    noun = "training rows" if train.n_groups == len(train) else "groups of training rows"
+    return InputError(
+        f"{problem.format(noun)} for choosing hyper-parameters",
+        hint="give validation rows, or use the protocol centroid, which has no hyper-parameters",
+    )
 
 
 def few_shot(
@@ -327,20 +331,19 @@ def few_shot(
         order_val = None if val is None else _shuffle_by_class(val.targets, n_classes, generator)
         for shots in SHOTS:
             n_val = min(shots, 4)
-            if shots + (0 if val is not None else n_val) > fewest or (val is not None and n_val > fewest_val):
-                continue
-            drawn = train.subset(np.sort(np.concatenate([rows[:shots] for rows in order]))).held()
-            if val is None or order_val is None:
-                validation = train.subset(np.sort(np.concatenate([rows[-n_val:] for rows in order])))
-            else:
-                validation = val.subset(np.sort(np.concatenate([rows[:n_val] for rows in order_val])))
             n_kept = n_val if val is None else 0
-            left_out = np.concatenate([rows[shots : len(rows) - n_kept][:_MOST_LEFT_OUT] for rows in order])
-            unseen = train.subset(np.sort(left_out)) if len(left_out) else validation
+            if shots + n_kept > fewest or n_val > fewest_val:
+                continue
+            drawn = _chosen(train, [rows[:shots] for rows in order]).held()
+            if val is None or order_val is None:
+                validation = _chosen(train, [rows[-n_val:] for rows in order])
+            else:
+                validation = _chosen(val, [rows[:n_val] for rows in order_val])
+            unseen = _chosen(train, [rows[shots : len(rows) - n_kept][:_MOST_LEFT_OUT] for rows in order])
             probes: dict[float, LinearProbe] = {}
             choice = _on_validation(drawn, validation.held(), _VALIDATION, settings, probes)
             model = probes[_coarse_to_fine(choice.compare, ahead=True)[1]]
-            for predicted, of_shots in ((test, values), (unseen, left_out_values)):
+            for predicted, of_shots in ((test, values), (unseen if len(unseen) else validation, left_out_values)):
                 top1 = primary(model.scores(predicted.rows), predicted.targets, settings.task)
                 of_shots.setdefault(shots, []).append(top1)
     if not values:
@@ -349,6 +352,10 @@ def few_shot(
             + "; few-shot needs at least one for training and one for validation"
         )  # fmt: skip
     return values, [(float(shots), float(np.mean(each))) for shots, each in left_out_values.items()]
+
+
+def _chosen(rows: Labelled, of_classes: Sequence[NDArray[np.int64]]) -> Labelled:
+    return rows.subset(np.sort(np.concatenate(of_classes)))
 
 
 def _one_of_each_group(rows: Labelled, generator: np.random.Generator) -> Labelled:
@@ -384,16 +391,14 @@ class _Choice:
     Attributes:
         compare: evaluates values of C.
         all_rows: rows of the final fit.
-        n_val: number of rows used for the choice.
-        n_groups: number of their groups.
+        judged: rows used for the choice.
         chosen_on: these rows, in words.
         folds: whether the comparison is on folds, by fits until predictions have settled.
     """
 
     compare: Compare
     all_rows: Labelled
-    n_val: int
-    n_groups: int
+    judged: Labelled
     chosen_on: str
     folds: bool = False
 
@@ -424,7 +429,7 @@ def _on_validation(
                 probes[strength] = LinearProbe(weights, biases, settings.classes, settings.task, scaling)
         return score_on_validation(fit.weights, fit.biases, rows, val.targets, settings.task)
 
-    return _Choice(compare, train + val, len(val), val.n_groups, chosen_on)
+    return _Choice(compare, train + val, val, chosen_on)
 
 
 def _on_folds(train: Labelled, settings: Settings) -> _Choice:
@@ -434,22 +439,16 @@ def _on_folds(train: Labelled, settings: Settings) -> _Choice:
         InputError: no class has two training rows, or two groups of them.
     """
     folds = _folds(train, settings.seed)
-    is_left_out = folds[:, 0] >= 0
-    n_val = int(is_left_out.sum())
-    if not n_val:
-        noun = "training rows" if train.n_groups == len(train) else "groups of training rows"
-        raise InputError(
-            f"no class has two {noun}, so no row can be held out for choosing hyper-parameters",
-            hint="give validation rows, or use the protocol centroid, which has no hyper-parameters",
-        )
+    judged = train.subset(np.flatnonzero(folds[:, 0] >= 0))
+    if not len(judged):
+        raise _nothing_to_choose_on(train, "no class has two {}, so no row can be held out")
     problem, _ = _problem(train, settings)
 
     def compare(strengths: Sequence[float]) -> list[ValidationScore]:
         return [score_left_out(scores, train.targets, settings.task, folds)
                 for scores in problem.left_out_scores(strengths, folds)]  # fmt: skip
 
-    n_groups = len(np.unique(train.grouping[1][is_left_out]))
-    return _Choice(compare, train, n_val, n_groups, train.in_words(_folds_in_words(folds)), folds=True)
+    return _Choice(compare, train, judged, train.in_words(_folds_in_words(folds)), folds=True)
 
 
 def _folds(train: Labelled, seed: int) -> NDArray[np.int64]:
@@ -508,29 +507,21 @@ def _coarse_to_fine(compare: Compare, ahead: bool = False) -> Sweep:
     return [(10 ** (6 - step / 8), known[step].value) for step in from_strongest], 10 ** (6 - best / 8)
 
 
-def _fitted(
-    rows: Labelled, settings: Settings, strength: float, until_settled: bool = False
-) -> tuple[Fit, LinearProbe]:
-    """Fit the probe of one strength."""
-    problem, scaling = _problem(rows, settings)
-    fit = problem.fit([strength], until_settled=until_settled)
-    return fit, LinearProbe(fit.weights[0], fit.biases[0], settings.classes, settings.task, scaling)
-
-
 def _refit(choice: _Choice, settings: Settings, strengths: NDArray[np.float64] | None, swept: str) -> Fitted:
     """Choose a strength, of all `strengths` or from coarse to fine, and fit its probe on all rows."""
     curve, chosen = _coarse_to_fine(choice.compare) if strengths is None else _compare_all(choice.compare, strengths)
     largest = max(strength for strength, _ in curve)
-    # Fit as the probes that were compared.
-    fit, model = _fitted(choice.all_rows, settings, chosen, until_settled=choice.folds)
+    problem, scaling = _problem(choice.all_rows, settings)
+    fit = problem.fit([chosen], until_settled=choice.folds)  # as the probes that were compared
+    model = LinearProbe(fit.weights[0], fit.biases[0], settings.classes, settings.task, scaling)
     if swept == "lambda":
         curve, chosen = [(1 / c, value) for c, value in reversed(curve)], 1 / chosen
-    notes = _note_on_scale(swept, fit.deviation, largest * len(choice.all_rows))
-    notes += _note_on_range(swept, chosen, curve) + _note_on_few_rows(choice.n_val, choice.n_groups)
+    notes = _note_on_scale(swept, problem.deviation, largest * len(choice.all_rows))
+    notes += _note_on_range(swept, chosen, curve) + _note_on_few_rows(choice.judged)
     if not fit.converged[0]:
         notes.append(_note_on_iterations(f"{swept} = {chosen:.3g}", int(fit.iterations[0]), bool(fit.separated[0])))
     return Fitted(
-        _scorer(model), len(choice.all_rows), swept, chosen, curve, choice.n_val, choice.chosen_on, model,
+        _scorer(model), len(choice.all_rows), swept, chosen, curve, len(choice.judged), choice.chosen_on, model,
         objective=float(fit.objectives[0]), notes=notes,
     )  # fmt: skip
 
@@ -578,10 +569,10 @@ def _note_on_range(swept: str, chosen: float, curve: Sequence[tuple[float, float
     return [f"{swept} = {chosen:.3g} is at the end of its range"] if chosen in (min(values), max(values)) else []
 
 
-def _note_on_few_rows(rows: int, groups: int) -> list[str]:
+def _note_on_few_rows(judged: Labelled) -> list[str]:
     """Return a note if the choice is made on fewer than 50 rows, or groups of rows."""
-    what = f"{rows} rows" if rows == groups else f"{groups} groups of rows"
-    return [f"chosen on only {what}"] if groups < _FEW_ROWS else []
+    noun = "rows" if len(judged) == judged.n_groups else "groups of rows"
+    return [f"chosen on only {judged.n_groups} {noun}"] if judged.n_groups < _FEW_ROWS else []
 
 
 def fit_ridge(
@@ -686,21 +677,15 @@ def score_left_out(
     """
     left_out = folds[:, 0] >= 0
     known = targets[left_out]
-    values, losses = [], []
-    for draw in scores:
-        own = _two_columns(draw[left_out], task)
-        values.append(primary(own, known, task))
-        losses.append(_log_loss(own, known, task))
-    value = float(np.mean(values))
-    margin = standard_error(value, len(known)) if task == "classification" else 0.0
-    return ValidationScore(value, float(np.mean(losses)), margin)
+    value, loss = np.mean([_value_and_loss(draw[left_out], known, task) for draw in scores], 0).tolist()
+    return ValidationScore(value, loss, standard_error(value, len(known)) if task == "classification" else 0.0)
 
 
-def _two_columns(scores: NDArray[Any], task: str) -> NDArray[Any]:
-    """Return the scores (N, K); of two classes, which have one column, 0 and the score."""
+def _value_and_loss(scores: NDArray[Any], targets: NDArray[Any], task: str) -> tuple[float, float]:
+    """Return the primary metric and the log loss of scores (N, K), which have one column for two classes."""
     if task == "classification" and scores.shape[1] == 1:
-        return np.concatenate([np.zeros_like(scores), scores], 1)
-    return scores
+        scores = np.concatenate([np.zeros_like(scores), scores], 1)
+    return primary(scores, targets, task), _log_loss(scores, targets, task)
 
 
 def _log_loss(scores: NDArray[Any], targets: NDArray[Any], task: str) -> float:
@@ -742,8 +727,7 @@ def score_on_validation(
             products = (block @ chunk.reshape(-1, chunk.shape[2]).T).reshape(-1, len(chunk), k)
             scores[start : start + len(block)] = products + shift
         for i in range(len(chunk)):
-            own = _two_columns(scores[:, i], task)
-            value, loss = primary(own, targets, task), _log_loss(own, targets, task)
+            value, loss = _value_and_loss(scores[:, i], targets, task)
             results.append(
                 ValidationScore(-math.inf if math.isnan(value) else value, math.inf if math.isnan(loss) else loss)
             )

@@ -94,9 +94,10 @@ def _window(place: str, numbers: Iterable[Any], scale: float = 0.0) -> Window:
     if scale:
         x, y, w, h = (number / scale * 100 for number in (x, y, w, h))
         # Of -0.0, whose sign no name has, and 0, `max` returns the first.
-        return Window(max(0, x), max(0, y), max(0, w + min(x, 0)), max(0, h + min(y, 0)), percent=True)
+        sides = max(0, x), max(0, y), max(0, w + min(x, 0)), max(0, h + min(y, 0))
+        return Window(*sides, percent=True, cut=min(x, y) < -0.01)  # a pixel of 10,000
     (left, width), (top, height) = (_rounded(x, w), _rounded(y, h))
-    return Window(left, top, width, height)
+    return Window(left, top, width, height, cut=min(round(x), round(y)) < 0)
 
 
 def _rounded(start: float, length: float) -> tuple[int, int]:

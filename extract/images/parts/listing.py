@@ -47,33 +47,35 @@ class Listed(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def parts_of(images: Images, asked: Any, keep: Sequence[str] = ()) -> Images:
+def parts_of(images: Images, asked: Any, keep: Sequence[str] = (), *, may_be_none: bool = False) -> Images:
     """Return the parts of images that the settings ask for, sorted by their names.
 
     Args:
         images: listed files.
         asked: settings; see `extract.extraction.settings.PartSettings`.
         keep: further columns of the boxes, for `Images.columns`.
+        may_be_none: whether the files may have no parts.
 
     Raises:
-        InputError: two kinds of parts are asked for, there are none, or they cannot be read.
+        InputError: there are no parts, or they cannot be read.
     """
-    kinds = [name for name in PART_KINDS if getattr(asked, name)]
-    if len(kinds) > 1:
-        raise InputError(f"{kinds[0]} and {kinds[1]} exclude each other: a row is one kind of part")
     if has_parts(images.paths):
-        raise InputError(f"{images.root}: its rows are parts of images already", hint=f"leave out --{kinds[0]}")
+        kind = next(name for name in PART_KINDS if getattr(asked, name))
+        raise InputError(f"{images.root}: its rows are parts of images already", hint=f"leave out --{kind}")
     if asked.boxes:
-        return of_files(images, _of_boxes(images, asked, keep))
-    if asked.tiles:
-        return of_files(images, _of_tiles(images, asked))
-    return of_files(images, _of_views(images, asked.views) if asked.views else _of_frames(images, asked))
+        listed = _of_boxes(images, asked, keep)
+    elif asked.tiles:
+        listed = _of_tiles(images, asked)
+    else:
+        listed = _of_views(images, asked.views) if asked.views else _of_frames(images, asked)
+    if not len(listed.names) and not may_be_none:
+        what = f"no tile of its images has a content of {asked.content:g} or more" if asked.tiles else ""
+        raise InputError(f"{images.root}: {what or 'no parts of its images'}")
+    return of_files(images, listed)
 
 
 def of_files(images: Images, listed: Listed) -> Images:
     """Return images whose rows are parts of listed files."""
-    if not len(listed.names):
-        raise InputError(f"{images.root}: no parts of its images")
     order = order_of(listed.names)
     names, rows = [listed.names[i] for i in order], np.array(listed.rows, np.int64)[order]
     columns = {name: values_at(values, order) for name, values in listed.columns.items()}
@@ -133,6 +135,9 @@ def _of_boxes(images: Images, asked: Any, keep: Sequence[str]) -> Listed:
         of_boxes.append(row)
         boxes.append(box)
     notes = _notes(images, asked.boxes, [box.file for box in boxes], of_boxes)
+    if cut := [title for title, box in zip(titles, boxes, strict=True) if box.window.cut]:
+        notes += (f"boxes that begin left of or above their picture, of which the part inside is used: {len(cut):,}, "
+                  f"the first is {cut[0]}",)  # fmt: skip
     has_labels, has_ids = any(box.label is not None for box in boxes), any(box.id is not None for box in boxes)
     kept = map(_column, zip(*(box.kept for box in boxes), strict=True))
     return Listed(
@@ -148,8 +153,6 @@ def _of_boxes(images: Images, asked: Any, keep: Sequence[str]) -> Listed:
 
 def _of_tiles(images: Images, asked: Any) -> Listed:
     found = list(itertools.islice(tiles_of(Parts(images.source, images.paths), images.paths, asked), _MOST_TILES + 1))
-    if not found:
-        raise InputError(f"{images.root}: no tile of its images has a content of {asked.content:g} or more")
     if len(found) > _MOST_TILES:
         raise InputError(f"{images.root}: more than {_MOST_TILES:,} tiles", hint="use larger tiles, or a higher level")
     rows, windows = [row for row, _ in found], [window for _, window in found]

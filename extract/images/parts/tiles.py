@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from extract.errors import LayertapError, first_line, is_of_the_machine
-from extract.images.decoding import header_size
+from extract.images.decoding import DecodeOptions, header_size
 from extract.images.part_names import Window
 from extract.images.part_source import Parts
 from extract.images.pyramids import is_read_in_regions
@@ -74,14 +74,14 @@ def _sizes(source: Parts, row: int, asked: Any) -> list[tuple[int, int]]:
     data, _ = source.read(row)
     if isinstance(data, OnDisk) or asked.level:
         return source.pyramid(data).sizes
-    return [source.picture(row, data, asked.max_pixels, orientation=asked.orientation).size]
+    return [source.picture(row, data, DecodeOptions(asked.max_pixels, 0, asked.orientation)).size]
 
 
 def _overview(source: Parts, row: int, asked: Any) -> Image.Image:
     data, _ = source.read(row)
     if isinstance(data, OnDisk):
         return source.pyramid(data).overview(_OVERVIEW_PX)
-    picture = source.picture(row, data, asked.max_pixels, _OVERVIEW_PX, asked.orientation)
+    picture = source.picture(row, data, DecodeOptions(asked.max_pixels, _OVERVIEW_PX, asked.orientation))
     return picture.reduce(-(-max(picture.size) // _OVERVIEW_PX))
 
 

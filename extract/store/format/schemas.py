@@ -29,7 +29,7 @@ DESCRIPTION = {
         "stored_as?": str,
     },
     "features": [{"name": str, "shape": [int], "dtype": str, "attributes": {str: str}}],
-    "images": {"root": str, "count": int, "paths_xxh3": str, "labels_xxh3?": str},
+    "images": {"root": str, "count": int, "paths_xxh3": str, "labels_xxh3?": str, "parts?": dict},
     "shard_rows": int,
     "version?": {"number": int, "rows_xxh3": str, "passes": [int]},
 }

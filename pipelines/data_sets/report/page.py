@@ -142,7 +142,6 @@ class _ReportContent:
         self._reader, self._described, self._seed, self._say = reader, described, seed, say
         self._dataset = dataset
         self._good = np.flatnonzero(reader.status == Status.OK)
-        self._hashes = reader.column("source_hash")
         self._failed = {row for row, *_ in reader.failures}
         self._listed_rows: dict[int, None] = {}  # rows that the page names
         self._thumbnail_rows: dict[int, None] = {}  # rows that should have thumbnails, most important first
@@ -252,7 +251,7 @@ class _ReportContent:
     def _similar_images(self) -> SimilarImages:
         self._say(f"searching neighbours by {self._layer}")
         array = self._reader[self._layer]
-        neighbours = similar_images(array, self._hashes, self._good, self._seed, QUICK_PRODUCTS)
+        neighbours = similar_images(self._reader, array, self._seed, QUICK_PRODUCTS)
         counts, edges = _histogram(neighbours.nearest)
         self.data["alike"] = {
             "k": K,

@@ -12,7 +12,7 @@ from torchvision import models
 
 from extract.backbones.preprocessing import Preprocessing, from_timm, from_torchvision
 from extract.errors import InputError
-from extract.images.decoding import decode
+from extract.images.decoding import DecodeOptions, decode
 from tests.conftest import make_picture
 
 SIZES = [(500, 375), (100, 333), (224, 224), (31, 20)]
@@ -75,7 +75,7 @@ def test_fast_decoding_gives_nearly_the_same_pixels() -> None:
     exact = Preprocessing(232, (224, 224), "bilinear", (0.5,) * 3, (0.5,) * 3)
     fast = exact.faster()
     assert (exact.min_decode_px, fast.min_decode_px) == (0, 464)
-    shrunk = decode(file.getvalue(), min_decode_px=fast.min_decode_px)
+    shrunk = decode(file.getvalue(), DecodeOptions(min_decode_px=fast.min_decode_px))
     assert shrunk.size == (1152, 864)  # a quarter would be below 464
     for picture in (shrunk, large):
         pixels, expected = fast.cpu_transform(picture), exact.cpu_transform(large)
@@ -92,8 +92,8 @@ def test_a_turned_photo_is_decoded_smaller_and_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (1200, 1000)).save(file, "JPEG", exif=exif)
-    assert decode(file.getvalue(), min_decode_px=500).size == (500, 600)
-    assert decode(file.getvalue(), min_decode_px=501).size == (1000, 1200)
+    assert decode(file.getvalue(), DecodeOptions(min_decode_px=500)).size == (500, 600)
+    assert decode(file.getvalue(), DecodeOptions(min_decode_px=501)).size == (1000, 1200)
 
 
 def test_where_there_is_no_faster_way_it_is_refused() -> None:

@@ -20,26 +20,25 @@ from extract import FeatureReader, InputError, extract_features
 from extract.backbones.preprocessing import Preprocessing
 from extract.extraction.run import extract
 from extract.images import device_decoding
-from extract.images.decoding import Jpeg, plain_jpeg
+from extract.images.decoding import DecodeOptions, Jpeg, plain_jpeg
 from extract.images.device_decoding import JpegDecoder, upright
 from tests.conftest import make_picture
 from tests.extract.images.making import encoded, turned
 from tests.planning import plan
 
 CPU = torch.device("cpu")
-LIMIT = 10**6
 
 
 def test_pictures_are_turned_as_pillow_turns_them() -> None:
     for orientation in range(1, 9):
         data = turned(make_picture(1, 40, 24), orientation, quality=95)
-        file = plain_jpeg(data, LIMIT, "exif", "ignore")
+        file = plain_jpeg(data)
         assert file is not None
         stored = torch.from_numpy(np.array(Image.open(io.BytesIO(data)))).permute(2, 0, 1)
         assert file.size == stored.shape[1:]
         expected = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
         assert np.array_equal(upright(stored, file.orientation).permute(1, 2, 0), expected), orientation
-        assert plain_jpeg(data, LIMIT, "ignore", "ignore") == Jpeg(data, file.size, 1)
+        assert plain_jpeg(data, DecodeOptions(orientation="ignore")) == Jpeg(data, file.size, 1)
 
 
 def test_only_whole_jpeg_files_of_eight_bits_in_known_colours_are_taken() -> None:
@@ -48,16 +47,16 @@ def test_only_whole_jpeg_files_of_eight_bits_in_known_colours_are_taken() -> Non
     taken = [encoded(picture, subsampling=subsampling) for subsampling in (0, 1, 2)]
     taken += [progressive, coloured, encoded(picture.convert("L")), encoded(picture, restart_marker_rows=1)]
     for data in taken:
-        assert plain_jpeg(data, LIMIT, "exif", "ignore") == Jpeg(data, (48, 64), 1)
+        assert plain_jpeg(data) == Jpeg(data, (48, 64), 1)
     frame_header = taken[0].index(b"\xff\xc0")
     twelve_bits = taken[0][: frame_header + 4] + b"\x0c" + taken[0][frame_header + 5 :]
     others = [
         encoded(picture.convert("CMYK")), encoded(picture, keep_rgb=True), encoded(picture, "PNG"), taken[0][:-50], b"",
         b"\xff\xd8\xff\xd9", encoded(picture.resize((300, 14))), twelve_bits,
     ]  # fmt: skip
-    assert [plain_jpeg(data, LIMIT, "exif", "ignore") for data in others] == [None] * len(others)
-    assert plain_jpeg(taken[0], 64 * 48 - 1, "exif", "ignore") is None
-    assert plain_jpeg(coloured, LIMIT, "exif", "srgb") is None
+    assert [plain_jpeg(data) for data in others] == [None] * len(others)
+    assert plain_jpeg(taken[0], DecodeOptions(64 * 48 - 1)) is None
+    assert plain_jpeg(coloured, DecodeOptions(icc="srgb")) is None
 
 
 @pytest.fixture
@@ -207,7 +206,7 @@ def test_nothing_is_queued_when_the_decoder_is_given_memory(
             raise RuntimeError("insufficient memory")  # every call is repeated with fewer files
         return decode(contents, device)
 
-    files = [plain_jpeg(path.read_bytes(), LIMIT, "exif", "ignore") for path in sorted(photos.glob("[0-9].jpg"))]
+    files = [plain_jpeg(path.read_bytes()) for path in sorted(photos.glob("[0-9].jpg"))]
     assert all(file is not None for file in files)
     decoder = JpegDecoder(CPU, transform)
     expected = decoder(files)  # type: ignore[arg-type]

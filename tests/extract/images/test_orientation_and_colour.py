@@ -16,7 +16,7 @@ from extract import FeatureReader, extract_features
 from extract.compute.backbone import Backbone
 from extract.errors import InputError, UnknownNameError
 from extract.extraction.reproduce import features_of_file, recheck
-from extract.images.decoding import decode, header_size, too_dark
+from extract.images.decoding import DecodeOptions, decode, header_size, too_dark
 from extract.store.format.dataset import DataSet
 from pipelines.cli import main
 from tests.conftest import make_picture
@@ -45,14 +45,16 @@ def pixels(picture: Image.Image) -> NDArray[np.uint8]:
 def test_the_header_states_the_size_of_the_decoded_picture(kind: str, how: str) -> None:
     for orientation in range(1, 9):
         data = turned(PICTURE, orientation, kind)
-        assert header_size(data, how) == decode(data, orientation=how).size
+        assert header_size(data, how) == decode(data, DecodeOptions(orientation=how)).size
 
 
 def test_a_tiff_of_16_bits_is_as_it_is_stored_though_pillow_turns_it_while_loading() -> None:
     grey = Image.fromarray(np.arange(30 * 20, dtype=np.uint16).reshape(20, 30) * 100)
     for orientation in range(1, 9):
         deep = turned(grey, orientation, "TIFF")
-        assert np.array_equal(pixels(decode(deep, orientation="ignore"))[..., 0], np.asarray(grey) >> 8), orientation
+        assert np.array_equal(
+            pixels(decode(deep, DecodeOptions(orientation="ignore")))[..., 0], np.asarray(grey) >> 8
+        ), orientation
 
 
 # Colour
@@ -93,7 +95,7 @@ def by_image_cms(image: Image.Image, icc: bytes) -> NDArray[np.uint8]:
 def test_srgb_gives_the_pixels_of_image_cms_and_ignore_those_of_the_file(kind: str) -> None:
     icc = matrix_profile()
     data = encoded(PICTURE, kind, icc_profile=icc)
-    plain, converted = decode(data), decode(data, icc="srgb")
+    plain, converted = decode(data), decode(data, DecodeOptions(icc="srgb"))
     assert np.array_equal(pixels(plain), pixels(opened(data).convert("RGB")))
     assert np.array_equal(pixels(converted), by_image_cms(opened(data).convert("RGB"), icc))
     assert np.abs(pixels(plain).astype(int) - pixels(converted)).max() > 50
@@ -115,7 +117,7 @@ def test_a_profile_is_applied_to_all_modes_as_by_image_cms_and_without_one_nothi
         (PICTURE, matrix_profile(swapped=False), pixels(PICTURE), 1),
         (PICTURE, None, pixels(PICTURE), 0),
     ):
-        converted = decode(encoded(picture, "PNG", icc_profile=profile), icc="srgb")
+        converted = decode(encoded(picture, "PNG", icc_profile=profile), DecodeOptions(icc="srgb"))
         assert np.abs(pixels(converted) - expected.astype(float)).max() <= tolerance, picture.mode
 
 
@@ -123,8 +125,8 @@ def test_orientation_and_colour_work_together() -> None:
     icc = matrix_profile()
     data = turned(PICTURE, 6, icc_profile=icc)
     converted = Image.fromarray(by_image_cms(opened(data), icc))
-    assert np.array_equal(pixels(decode(data, orientation="ignore", icc="srgb")), pixels(converted))
-    assert np.array_equal(pixels(decode(data, icc="srgb")), np.rot90(pixels(converted), 3))
+    assert np.array_equal(pixels(decode(data, DecodeOptions(orientation="ignore", icc="srgb"))), pixels(converted))
+    assert np.array_equal(pixels(decode(data, DecodeOptions(icc="srgb"))), np.rot90(pixels(converted), 3))
 
 
 @pytest.mark.parametrize("damage", ["noise", "cut", "empty header", "another space"])
@@ -135,7 +137,7 @@ def test_a_damaged_profile_is_an_image_error_only_if_it_is_to_be_applied(damage:
     data = encoded(PICTURE, "JPEG", icc_profile=icc)
     assert np.array_equal(pixels(decode(data)), pixels(opened(data)))
     with pytest.raises(ValueError, match=r"its colour profile \(ICC\) cannot be used: .*; --icc ignore"):
-        decode(data, icc="srgb")
+        decode(data, DecodeOptions(icc="srgb"))
 
 
 # The fingerprint

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
 from extract import Status, extract_features
-from extract.images.decoding import decode
+from extract.images.decoding import DecodeOptions, decode
 from tests.conftest import make_picture
 from tests.extract.images import making
 from tests.extract.images.making import TINY, encoded, tiff_with_its_tags_first
@@ -469,7 +469,7 @@ def test_each_orientation_is_applied_once(kind: str, options: dict[str, Any], ro
     for orientation in STORED:
         data = turned(orientation, kind, **options)
         assert np.abs(np.asarray(decode(data)).astype(int) - RGB).max() <= rounding, orientation
-        stored = np.asarray(decode(data, orientation="ignore")).astype(int)
+        stored = np.asarray(decode(data, DecodeOptions(orientation="ignore"))).astype(int)
         assert np.abs(stored - STORED[orientation](RGB)).max() <= rounding, orientation
 
 
@@ -479,7 +479,7 @@ def test_orientation_is_applied_once_in_jpeg(kind: str) -> None:
     for orientation in STORED:
         data = turned(orientation, kind, **more)
         assert np.array_equal(decode(data), UPRIGHT[orientation](as_stored(data))), orientation
-        assert np.array_equal(decode(data, orientation="ignore"), as_stored(data)), orientation
+        assert np.array_equal(decode(data, DecodeOptions(orientation="ignore")), as_stored(data)), orientation
         # Upright, not just some way round.
         assert np.abs(np.asarray(decode(data)).astype(int) - RGB).mean() < 12, orientation
 
@@ -519,9 +519,9 @@ def test_a_bomb_is_refused_wherever_it_lies(wrap: Callable[[bytes], bytes]) -> N
 def test_the_limit_of_pixels_is_the_last_number_that_is_let_through(kind: str) -> None:
     picture = make_picture(2, 64, 64)
     data = heif(picture) if kind == "HEIF" else encoded(picture, kind)
-    assert decode(data, max_pixels=64 * 64).size == (64, 64)
+    assert decode(data, DecodeOptions(max_pixels=64 * 64)).size == (64, 64)
     with pytest.raises(ValueError, match="decompression bomb"):
-        decode(data, max_pixels=64 * 64 - 1)
+        decode(data, DecodeOptions(max_pixels=64 * 64 - 1))
 
 
 def test_a_higher_limit_lets_a_larger_picture_through_and_leaves_pillow_s_own_as_it_was(
@@ -531,7 +531,7 @@ def test_a_higher_limit_lets_a_larger_picture_through_and_leaves_pillow_s_own_as
     picture = encoded(Image.new("RGB", (60, 50)), "PNG")
     with pytest.raises(Image.DecompressionBombError):
         Image.open(io.BytesIO(picture))
-    assert decode(picture, max_pixels=3000).size == (60, 50)
+    assert decode(picture, DecodeOptions(max_pixels=3000)).size == (60, 50)
     assert Image.MAX_IMAGE_PIXELS == 1000
 
 
@@ -630,7 +630,7 @@ def test_damage_raises_nothing_but_value_errors(kind: str) -> None:
         for position in random.integers(0, min(len(data), 300), 3):
             damaged[position] = random.integers(256)
         try:
-            modes.add(decode(bytes(damaged), max_pixels=100_000).mode)
+            modes.add(decode(bytes(damaged), DecodeOptions(max_pixels=100_000)).mode)
         except ValueError as error:
             reasons.append(str(error))
     assert [reason for reason in reasons if not reason or re.search("decoder error|\n|  ", reason)] == []

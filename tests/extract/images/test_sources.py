@@ -27,6 +27,7 @@ from extract.errors import InputError, LayertapError
 from extract.extraction.run import extract
 from extract.images import Batch, Decoding, list_images, listed_again, load_batches
 from extract.images.csv_lists import read_table
+from extract.images.decoding import DecodeOptions
 from extract.row_status import Status
 from tests.conftest import make_picture
 from tests.extract.compute.small_network import Job, small_network
@@ -496,7 +497,7 @@ def test_an_array_that_is_no_picture_is_a_row_with_its_reason_and_is_never_unpic
     for name, (content, _) in contents.items():
         (tmp_path / f"{name}.npy").write_bytes(content)
     images = list_images(tmp_path)
-    batch = next(iter(load_batches(images, [list(range(len(images)))], Decoding(as_tensor, max_pixels=2000))))
+    batch = next(iter(load_batches(images, [list(range(len(images)))], Decoding(as_tensor, DecodeOptions(2000)))))
     assert batch.status.tolist() == [Status.OK] + [Status.DECODE_ERROR] * 13
     assert not batch.suspect
     for row, (name, (_, reason)) in enumerate(contents.items()):
@@ -535,7 +536,7 @@ def test_arrays_of_floats_are_refused_with_the_line_that_converts_them(tmp_path:
     for name in ("folder", "p_uint8.npy", "p.h5"):
         images = list_images(tmp_path / name)
         for row in range(len(images)):
-            picture = images.source.picture(row, images.source.read(row)[0], 10**6)
+            picture = images.source.picture(row, images.source.read(row)[0], DecodeOptions(10**6))
             np.testing.assert_array_equal(np.array(picture), pixels[row])
 
 

@@ -127,6 +127,14 @@ def test_the_final_name_is_given_once(complete: Path) -> None:
     assert data.path(0).read_bytes() == before
 
 
+def test_each_float16_that_is_not_finite_gives_its_row_that_status() -> None:
+    values = np.arange(1 << 16, dtype=np.uint16).view(np.float16).reshape(-1, 2)  # all there are, two in a row
+    status = np.full(len(values), Status.OK, np.uint8)
+    rows = writing.stored_rows(np.arange(len(values)), {"x": values}, {"x": values[0]}, status, {})
+    assert ((rows.status == Status.OK) == np.isfinite(values).all(axis=1)).all()
+    assert rows.reasons.keys() == set(np.flatnonzero(rows.status == Status.NOT_FINITE).tolist())
+
+
 def test_a_receipt_tells_size_hash_and_counts(complete: Path) -> None:
     shard = complete / "shards" / "000002.h5"
     receipt = json.loads(shard.with_suffix(".json").read_text())

@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from extract import FeatureReader
+from extract.extraction.settings import ExtractionSettings
+from extract.images.part_names import file_of, fragment_of, part_hash
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from tests.extract.sync.tiny import one_pass, picture, planner, same_as_fresh
@@ -37,6 +39,8 @@ CALLS_OF_A_PASS = 40_000  # of Python functions, about
 class LivingFolder(RuleBasedStateMachine):
     """The rules are what people do to the folder; `check` follows each completed pass."""
 
+    parts: ExtractionSettings | None = None
+
     def __init__(self) -> None:
         super().__init__()
         self.home = Path(tempfile.mkdtemp(prefix="living"))
@@ -45,7 +49,8 @@ class LivingFolder(RuleBasedStateMachine):
         (self.root / "anchor.ppm").write_bytes(picture(99))  # the folder is never quite empty
         self.plan_for = planner()
         self.ahead_ns = 0
-        self.stored: set[bytes] = set()  # hashes of all images that a completed pass has seen
+        self.stored: set[bytes] = set()  # hashes of all rows that a completed pass has seen
+        self.fragments = {b""}  # of their names
         self.deleted: dict[str, bytes] = {}
         self.computed: list[bytes] = []
         self.at_kills: list[dict[Path, bytes]] = []  # since the last completed pass
@@ -178,7 +183,7 @@ class LivingFolder(RuleBasedStateMachine):
         # are now, though these bytes may be known.
         now = self.contents()
         changed = {now[path] for kill in self.at_kills for path in kill.keys() & now.keys() if kill[path] != now[path]}
-        known = self.stored - changed
+        known = self.stored - {part_hash(content, fragment) for content in changed for fragment in self.fragments}
         self.computed.clear()
         report = self.run()
         self.at_kills.clear()
@@ -233,7 +238,8 @@ class LivingFolder(RuleBasedStateMachine):
 
         pipeline.rows_of = noting
         try:
-            return one_pass(self.root, self.out, self.plan_for, now_ns=lambda: time.time_ns() + self.ahead_ns)
+            now_ns = lambda: time.time_ns() + self.ahead_ns  # noqa: E731
+            return one_pass(self.root, self.out, self.plan_for, now_ns=now_ns, parts=self.parts)
         finally:
             pipeline.rows_of = original
 
@@ -242,16 +248,26 @@ class LivingFolder(RuleBasedStateMachine):
         return reader, reader.paths[:], reader["fc"][:]
 
     def check(self, report: Any) -> None:
-        with same_as_fresh(self.root, self.out).reader as expected:
+        with same_as_fresh(self.root, self.out, parts=self.parts).reader as expected:
             version = DataSet.open(self.out).version
             assert version is not None
             needed = {f"{version.number:06d}.h5"}
             assert {path.name for path in (self.out / "versions").iterdir()} == needed
-            assert report.rows == len(expected) == len(list(self.root.rglob("*.ppm")))
+            assert report.rows == len(expected)
+            assert report.added + report.changed + report.renamed + report.unchanged == len(set(expected.files))
+            assert set(expected.files) == {str(path.relative_to(self.root)) for path in self.root.rglob("*.ppm")}
             assert report.failed == int((expected.status != Status.OK).sum())
             for path in expected.paths:
-                content = (self.root / path).read_bytes() if (self.root / path).exists() else b""
-                self.stored.add(xxhash.xxh3_128_digest(content))
+                file, fragment = self.root / file_of(path), fragment_of(path).encode()
+                content = file.read_bytes() if file.exists() else b""
+                self.stored.add(part_hash(xxhash.xxh3_128_digest(content), fragment))
+                self.fragments.add(fragment)
+
+
+class LivingTiles(LivingFolder):
+    """The same of the tiles of the pictures: 4 or 6 of each."""
+
+    parts = ExtractionSettings(tiles=4)
 
 
 COUNTS = Counter[str]()
@@ -260,13 +276,14 @@ COUNTS = Counter[str]()
 @pytest.mark.parametrize(
     "count", [3, pytest.param(20, marks=pytest.mark.slow), pytest.param(160, marks=pytest.mark.soak)]
 )
-def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(count: int) -> None:
+@pytest.mark.parametrize("living", [LivingFolder, pytest.param(LivingTiles, marks=pytest.mark.slow)])
+def test_after_each_pass_the_data_set_is_what_a_fresh_extraction_gives(living: type[LivingFolder], count: int) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a child that is forked has no other threads
     COUNTS.clear()
     try:
         run_state_machine_as_test(
-            LivingFolder,
+            living,
             settings=settings(
                 max_examples=count,
                 stateful_step_count=40 if count > 3 else 20,

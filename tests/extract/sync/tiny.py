@@ -81,16 +81,16 @@ class Fresh(NamedTuple):
     paths_xxh3: str
 
 
-def fresh_of(root: Path) -> Fresh:
+def fresh_of(root: Path, parts: Any = None) -> Fresh:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "fresh"
-        extract(planner(batch_size=64, shard_rows=1000)(list_images(root), out))
+        extract(planner(batch_size=64, shard_rows=1000)(list_images(root, parts=parts), out))
         return Fresh(FeatureReader(out), DataSet.open(out).images["paths_xxh3"])
 
 
-def same_as_fresh(root: Path, out: Path, fresh: Fresh | None = None) -> Fresh:
+def same_as_fresh(root: Path, out: Path, fresh: Fresh | None = None, parts: Any = None) -> Fresh:
     """Assert that a data set is what a fresh extraction of the folder gives; returns that, open."""
-    fresh = fresh or fresh_of(root)
+    fresh = fresh or fresh_of(root, parts)
     expected = fresh.reader
     with FeatureReader(out) as actual:
         order = sorted(range(len(actual)), key=lambda row: os.fsencode(actual.paths[row]))
@@ -104,5 +104,8 @@ def same_as_fresh(root: Path, out: Path, fresh: Fresh | None = None) -> Fresh:
         ]
         assert names[0] == names[1]
         assert [actual.splits[row] for row in order] == expected.splits
+        assert actual.columns.keys() == expected.columns.keys()
+        for name, values in actual.columns.items():
+            np.testing.assert_array_equal(np.asarray(values)[order], expected.columns[name])
     assert DataSet.open(out).images["paths_xxh3"] == fresh.paths_xxh3
     return fresh

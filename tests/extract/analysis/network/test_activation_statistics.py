@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from extract.analysis.feature_statistics import statistics_of
-from extract.analysis.network.activation_statistics import Statistics, summarise
-from extract.analysis.network.monitors import _norm
+from extract.analysis.network.activation_statistics import Statistics, norm_of, summarise
 from extract.analysis.probe import feature_matrix
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.errors import InputError
@@ -179,8 +178,8 @@ def test_a_device_without_double_precision_gives_the_same_numbers(factor: float)
         of_mps.double()
     for name, column in summarise(values, [2], (-1.0, 1.0)).items():
         np.testing.assert_array_equal(summarise(of_mps, [2], (-1.0, 1.0))[name], column, name)
-    for name, number in _norm(values).items():
-        assert float(_norm(of_mps)[name]) == float(number)
+    for name, number in norm_of(values).items():
+        assert float(norm_of(of_mps)[name]) == float(number)
 
 
 def test_nothing_gives_nan_and_no_error() -> None:

@@ -170,7 +170,9 @@ def test_rows_without_pixels_fail_alone(photos: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     assert [note.partition(":")[0] for note in images.notes] == [
         f"pictures of {tmp_path / 'boxes.csv'} that are not there, whose rows fail", "images without a box",
+        "boxes that begin left of or above their picture, of which the part inside is used",
     ]  # fmt: skip
+    assert images.notes[-1].endswith(": 2, the first is a.png#xywh=0,3,0,5")
 
 
 def test_a_box_of_a_missing_picture_never_shows_another(photos: Path, tmp_path: Path) -> None:
@@ -255,6 +257,11 @@ def test_numbers_up_to_one_are_fractions(photos: Path, tmp_path: Path, row: str)
     half = upright(photos, "a.png").crop((0, 0, WIDTH // 2, HEIGHT // 2))
     expected = [as_tensor(upright(photos, "a.png")), as_tensor(half)]
     assert torch.equal(batch.images, torch.stack(expected))
+
+
+def test_fractions_that_begin_outside_are_told_but_not_their_rounding(photos: Path, tmp_path: Path) -> None:
+    images = parts(photos, table(tmp_path, "a.png,-0.00001,0,1,1\na.png,0,-0.1,1,1"))
+    assert images.notes[-1].endswith(" is used: 1, the first is a.png#xywh=percent:0,0,100,90")
 
 
 def test_a_picture_is_decoded_once_for_its_boxes(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,6 +239,7 @@ def test_a_part_of_another_file_may_be_searched_for(world: Path, reader: Feature
     assert "is not a row number, a path in it, or a file" in fails("search", world / "out", "no.png#xywh=40,10,20,30")
 
 
-def test_sync_says_that_it_follows_whole_files(world: Path, tmp_path: Path) -> None:
+def test_sync_says_that_it_follows_no_boxes(world: Path, tmp_path: Path) -> None:
     (tmp_path / "sync.yaml").write_text(f"images: {world / 'photos'}\nout: {tmp_path / 'out'}\nboxes: boxes.csv\n")
-    assert "boxes: sync follows whole files, not parts of them" in fails("sync", tmp_path / "sync.yaml")
+    refused = fails("sync", tmp_path / "sync.yaml")
+    assert "boxes: sync follows files, and boxes are a list that changes without them" in refused

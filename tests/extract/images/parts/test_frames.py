@@ -17,6 +17,7 @@ from extract import extract_features
 from extract.errors import LayertapError
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Decoding, Images, list_images, load_batches
+from extract.images.decoding import DecodeOptions
 from extract.row_status import Status
 from tests.extract.images.making import TINY, as_tensor
 
@@ -79,7 +80,7 @@ def time_of(name: str) -> int:
 
 
 def pixels_of(images: Images, row: int, **how: Any) -> np.ndarray:
-    return np.array(images.source.picture(row, images.source.read(row)[0], **how))
+    return np.array(images.source.picture(row, images.source.read(row)[0], DecodeOptions(**how)))
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from PIL import Image, ImageOps
 from extract import FeatureReader, InputError, LayertapError, extract_features
 from extract.extraction.settings import ExtractionSettings
 from extract.images import Batch, Decoding, Images, list_images, load_batches, part_source, pyramids
-from extract.images.decoding import decode
+from extract.images.decoding import DecodeOptions, decode
 from extract.images.part_names import Window
 from extract.images.parts.tiles import content_of, tiles
 from extract.images.pyramids import open_pyramid
@@ -37,7 +37,7 @@ def asking(**settings: Any) -> ExtractionSettings:
 
 
 def pixels_of(images: Images, row: int, orientation: str = "exif") -> np.ndarray:
-    return np.array(images.source.picture(row, images.source.read(row)[0], orientation=orientation))
+    return np.array(images.source.picture(row, images.source.read(row)[0], DecodeOptions(orientation=orientation)))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_regions_of_a_tiff_have_the_pixels_of_the_picture_that_pillow_decodes(ki
         found = open_pyramid(data)
         assert found.sizes == [(301, 203)]
         for x, y, w, h in ((0, 0, 301, 203), (200, 150, 101, 53), (60, 5, 70, 130), (128, 64, 1, 1)):
-            region = found.region(Window(x, y, w, h), 10**6, "exif", "ignore")
+            region = found.region(Window(x, y, w, h), DecodeOptions())
             assert np.array_equal(region, whole[y : y + h, x : x + w]), (x, y, w, h)
 
 
@@ -229,9 +229,9 @@ def test_regions_of_a_turned_tiff_are_read_as_stored_or_not_at_all() -> None:
     tag = (274, "H", 1, 6, True)  # EXIF orientation
     tifffile.imwrite(file, pixels, tile=(64, 64), photometric="rgb", metadata=None, extratags=[tag])
     turned = open_pyramid(file.getvalue())
-    assert np.array_equal(turned.region(Window(9, 8, 50, 40), 10**6, "ignore", "ignore"), pixels[8:48, 9:59])
+    assert np.array_equal(turned.region(Window(9, 8, 50, 40), DecodeOptions(orientation="ignore")), pixels[8:48, 9:59])
     with pytest.raises(ValueError, match=r"its regions are turned \(orientation 6\); add --orientation ignore"):
-        turned.region(Window(9, 8, 50, 40), 10**6, "exif", "ignore")
+        turned.region(Window(9, 8, 50, 40), DecodeOptions())
 
 
 def test_the_hash_of_a_slide_in_several_files_is_of_its_pixels_too(
