@@ -272,8 +272,6 @@ def test_the_examples_of_other_tools_run(run: Any, place: Path) -> None:
     assert paths[order[1]] in printed  # of DuckDB
     assert found["frame"].height == 11
     np.testing.assert_array_equal(np.stack(found["table"]["embedding"].to_numpy()), x)
-    zarr = found["zarr"]
-    np.testing.assert_array_equal(zarr.open(place / "outputs" / "photos.zarr")["embedding"][:], x)
     with FeatureReader(place / "outputs" / "from-dicts") as pairs:
         np.testing.assert_array_equal(pairs["embedding"][:], x[:4])
         assert pairs.classes == ["a", "b"]
