@@ -257,7 +257,9 @@ def test_sync_tries_images_with_an_io_error_again_after_a_minute_and_follows_the
         patched.setattr("pipelines.sync.job.PassReporter.plan", lambda *_: pytest.fail("a backbone was loaded"))
         succeeds(*sync)
     monkeypatch.setattr(
-        difference, "_hash_of", lambda root, file: None if os.fsdecode(file.path) in failing else hash_of(root, file)
+        difference,
+        "_hash_of",
+        lambda root, file, *how: None if os.fsdecode(file.path) in failing else hash_of(root, file, *how),
     )
     monkeypatch.setattr(difference, "_UNREAD_S", 0)  # the minute is over
     (folder / "ant" / "00.png").unlink()
