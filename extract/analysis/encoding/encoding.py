@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
 from extract.analysis.encoding.fits import RidgeFolds, band_draws, fit_pls
@@ -23,6 +24,7 @@ FITS = ("ridge", "banded", "pls")
 STRENGTHS = tuple(np.logspace(-1, 8, 20).tolist())
 _BLOCK_BYTES = 32 << 20  # of features read at once, at most
 _BAND_DRAWS = 20  # of weights of bands, besides equal ones and each band alone
+_FEWEST = 3  # images of a fold: the r of two is 1 or -1
 _NEGLIGIBLE = 1e-12  # of the largest variance: the rest is rounding
 
 
@@ -40,8 +42,8 @@ class LayerScores:
             of one layer.
         strengths: (F, T) chosen strength; NaN for PLS.
         band_weights: (F, T, B) chosen weights of the bands; None without bands.
-        low, high: (T,) 95 % interval of r, by bootstrap over images; NaN without draws.
-        p: (T,) p-value of r, one-sided, by permutation of images; NaN without draws.
+        low, high: (T,) 95 % interval of r, by bootstrap over images; NaN without draws, or if a fold has one group.
+        p: (T,) p-value of r, one-sided, by permutation of images; NaN without draws, or if each fold has one group.
         q: (T,) the same, corrected for the false discovery rate over targets.
     """
 
@@ -122,11 +124,12 @@ def encoding(
     Args:
         features: layer -> (N, D) or (N, *shape), an array or a feature of a `FeatureReader`; several arrays of a layer
             are put side by side, and are the bands of "banded".
-        targets: (P, T) numbers, such as a memory map; NaN: a trial that was not measured.
+        targets: (P, T) numbers, such as a memory map; NaN or masked: a trial that was not measured.
         images: (P,) row of the features for each row of targets, which are trials where it repeats; -1: none. None: row
             i is image i.
         names: (T,) names of the targets, for errors; None: their numbers.
-        groups: (N,) rows of features that share a value are in one fold: subjects, sessions, categories, or copies.
+        groups: (N,) rows of features that share a value are in one fold: subjects, sessions, categories, or copies;
+            None or NaN: no group.
         fit: "ridge"; "banded": ridge with weights of bands; "pls": partial least squares.
         folds: number F of folds, at least 3.
         strengths: penalties of ridge to choose from, |X w - y|^2 + strength |w|^2, with X minus the means of fitted
@@ -140,20 +143,25 @@ def encoding(
         on_layer: called with the name of each layer before it is fitted.
 
     Raises:
-        InputError: shapes do not match, a value is not finite, there are fewer images or groups than folds, or a layer
-            is too wide for the memory.
+        InputError: shapes do not match, a value is not finite, there are fewer groups than folds, or fewer than three
+            images in a fold, or a layer is too wide for the memory.
         UnknownNameError: the fit or device does not exist.
     """
     if fit not in FITS:
         raise unknown_name("fit", fit, FITS)
-    if not strengths or min(strengths) <= 0:
+    strengths = tuple(map(float, strengths))
+    if not strengths or not all(0 < strength < math.inf for strength in strengths):
         raise InputError(f"strengths are {list(strengths)}; expected numbers above 0")
     if not features or (partition and len(features) != 2):
         raise InputError(f"there are {len(features)} layers; expected {'two to partition' if partition else 'some'}")
     bands = {name: _bands(layer, fit) for name, layer in features.items()}
     counts = {len(parts[0]) for parts in bands.values()}
-    rows = np.arange(min(counts)) if images is None else np.asarray(images, np.int64)
-    group = np.arange(min(counts)) if groups is None else np.asarray(groups)
+    targets = _in_numpy(targets)
+    rows = np.arange(min(counts)) if images is None else np.asarray(images)
+    if rows.ndim != 1 or rows.dtype.kind not in "iu":
+        hint = "the row of the features for each row of targets, or -1"
+        raise InputError(f"images are {rows.dtype} of shape {rows.shape}; expected whole numbers (P,)", hint=hint)
+    group = np.arange(min(counts)) if groups is None else _first_of_groups(groups)
     if {*counts, len(group)} != {min(counts)} or len(rows) != len(targets) or rows.max(initial=-1) >= min(counts):
         found_counts = (
             f"{', '.join(map(str, sorted(counts)))} rows, groups {len(group)}, and the targets {len(targets)}"
@@ -204,6 +212,22 @@ def _bands(layer: Any, fit: str) -> list[FeatureRows]:
     return [FeatureRows.of(part) for part in parts]
 
 
+def _in_numpy(targets: Any) -> Any:
+    """Return an array as it is, and lists, tables and tensors as one; masked values become NaN."""
+    if isinstance(targets, np.ma.MaskedArray):
+        return np.ma.filled(targets.astype(np.float64), np.nan)
+    if isinstance(targets, torch.Tensor):
+        return targets.detach().cpu().double().numpy()
+    return targets if isinstance(getattr(targets, "dtype", None), np.dtype) else np.asarray(targets)
+
+
+def _first_of_groups(groups: ArrayLike) -> NDArray[np.int64]:
+    """Return the first row (N,) of the group of each row."""
+    first: dict[Any, int] = {}
+    return np.array([row if value is None or value != value else first.setdefault(value, row)
+                     for row, value in enumerate(np.asarray(groups).ravel().tolist())])  # fmt: skip
+
+
 def _fold_of_groups(groups: NDArray[np.int64], n_folds: int, seed: int) -> NDArray[np.int64]:
     """Return the fold (N,) of each row: each group, the largest first, goes into the fold with the fewest rows."""
     sizes = np.bincount(groups)
@@ -216,6 +240,9 @@ def _fold_of_groups(groups: NDArray[np.int64], n_folds: int, seed: int) -> NDArr
     for group in order[np.argsort(-sizes[order], kind="stable")].tolist():
         fold_of[group] = fewest = rows_in.index(min(rows_in))
         rows_in[fewest] += int(sizes[group])
+    if min(rows_in) < _FEWEST:
+        found = f"the smallest of {n_folds} folds of {len(groups):,} images has {min(rows_in)}"
+        raise InputError(f"{found}; expected at least {_FEWEST}, for a correlation", hint="give fewer folds (--folds)")
     return np.asarray(fold_of[groups])
 
 

@@ -3,8 +3,8 @@
 Two noise ceilings come from trials:
 
 - Split half: the trials of each image are halved at random. The correlation r of the means of halves over images is
-  corrected to k r / (1 + (k - 1) r), with k the ratio of all trials to those of a half, which is 2 for even numbers
-  (Spearman 1910; Brown 1910), and averaged over splits.
+  corrected to k r / (1 + (k - 1) r), with k the ratio of the mean of 1/n over halves to that over images, 2 for even
+  numbers (Spearman 1910; Brown 1910), and averaged over splits.
 - Allen et al. 2022, "Noise ceiling estimation": the variance of noise is that of the trials of an image, averaged over
   images; the variance of signal is that of all trials minus it, at least 0. Their ratio, as standard deviations, is
   `ncsnr`. The ceiling of R^2 is ncsnr^2 / (ncsnr^2 + 1/n), with the mean of 1/n over images of n trials.
@@ -78,43 +78,51 @@ class Responses:
         if (counts > 1).sum() < 2:
             return np.full((3, chosen.stop - chosen.start), np.nan)
         trials, _ = self.read(chosen)
-        generator, repeated = np.random.default_rng(seed), counts[counts > 1]
-        ratio = float(repeated.sum() / (repeated // 2).sum())
+        generator = np.random.default_rng(seed)
+        noise = np.mean(1 / _counts(trials, self._image), 0)
         with np.errstate(invalid="ignore", divide="ignore"):
-            halves = [self._split_half(trials, generator, ratio) for _ in range(_SPLITS)]
+            halves = [self._split_half(trials, generator, noise) for _ in range(_SPLITS)]
             return np.stack([*self._by_ncsnr(trials), np.mean(halves, 0)])
 
     def _by_ncsnr(self, trials: Floats) -> tuple[Floats, Floats]:
-        known = (~np.isnan(trials)).astype(np.float64)
         squares = _means((trials - _means(trials, self._image)[self._image]) ** 2, self._image)
-        counts = _means(known, self._image) * np.bincount(self._image)[:, None]
+        counts = _counts(trials, self._image)
         noise = known_mean(np.where(counts > 1, squares * counts / (counts - 1), np.nan))
         total = np.nanvar(trials, 0, ddof=1)
         signal = np.where(total > 0, np.maximum(total - noise, 0), np.nan)
         return signal / (signal + noise * np.mean(1 / counts, 0)), np.sqrt(signal / noise)
 
-    def _split_half(self, trials: Floats, generator: np.random.Generator, ratio: float) -> Floats:
-        """Return the correlation (T',) of two random halves of the trials, corrected for the number of trials."""
+    def _split_half(self, trials: Floats, generator: np.random.Generator, noise: Floats) -> Floats:
+        """Return the correlation (T',) of two random halves of the trials, corrected for the number of trials.
+
+        Args:
+            trials: (P, T').
+            generator: of the halves.
+            noise: (T',) mean of 1/n over images of n trials.
+        """
         order = np.lexsort((generator.random(len(trials)), self._image))
         rank = np.arange(len(trials)) - np.searchsorted(self._image, self._image)
         # Of an odd number, the last one is left out: both halves are as reliable.
         paired = rank < np.bincount(self._image)[self._image] // 2 * 2
-        halves = np.stack([
-            _means(trials[order[chosen]], self._image[chosen])
-            for chosen in (paired & (rank % 2 == side) for side in (0, 1))
-        ])  # fmt: skip
-        halves[:, np.isnan(halves).any(0)] = np.nan
+        sides = [paired & (rank % 2 == side) for side in (0, 1)]
+        halves = np.stack([_means(trials[order[side]], self._image[side]) for side in sides])
+        counts = np.stack([_counts(trials[order[side]], self._image[side]) for side in sides])
+        halves[:, (unknown := np.isnan(halves).any(0))] = np.nan
+        ratio = known_mean(np.where(unknown, np.nan, (1 / counts).mean(0))) / noise
         centred = np.nan_to_num(halves - np.stack([known_mean(half) for half in halves])[:, None])
         r = centred.prod(0).sum(0) / np.sqrt((centred**2).sum(1).prod(0))
         return np.asarray(ratio * r / (1 + (ratio - 1) * r))
 
 
+def _counts(trials: Floats, image: NDArray[np.int64]) -> Floats:
+    """Return the number (N, T) of known trials (P, T) of each image (P,), which ascends."""
+    return np.asarray(np.add.reduceat(~np.isnan(trials), np.flatnonzero(np.diff(image, prepend=-1)), dtype=np.float64))
+
+
 def _means(trials: Floats, image: NDArray[np.int64]) -> Floats:
     """Return the mean (N, T) of the known trials (P, T) of each image (P,), which ascends; NaN if there is none."""
-    starts = np.flatnonzero(np.diff(image, prepend=-1))
-    known = ~np.isnan(trials)
-    counts = np.add.reduceat(known, starts, dtype=np.float64)
-    sums = np.add.reduceat(np.where(known, trials, 0), starts)
+    counts = _counts(trials, image)
+    sums = np.add.reduceat(np.where(np.isnan(trials), 0, trials), np.flatnonzero(np.diff(image, prepend=-1)))
     return np.asarray(np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0))
 
 

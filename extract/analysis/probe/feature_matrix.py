@@ -210,9 +210,18 @@ class FeatureRows:
         for start in range(0, len(self), size):
             block = self.between(start, min(start + size, len(self)))
             if not np.isfinite(block).all():
-                row = start + int(np.flatnonzero(~np.isfinite(block).all(1))[0])
+                row = self._stored_row(start + int(np.flatnonzero(~np.isfinite(block).all(1))[0]))
                 raise InputError(f"row {row} of the features contains NaN or infinity", hint="leave out such rows")
             yield start, block
+
+    def _stored_row(self, row: int) -> int:
+        """Return the number of a row in the array that it is read from."""
+        for part in self.parts:
+            if row < len(part.index):
+                at, source = int(part.index[row]), part.columns[0]
+                return source._stored_row(at) if isinstance(source, FeatureRows) else at
+            row -= len(part.index)
+        raise IndexError(row)
 
 
 @dataclass(frozen=True)

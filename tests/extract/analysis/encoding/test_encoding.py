@@ -190,6 +190,19 @@ def test_ceilings_of_images_with_different_numbers_of_trials_are_those_of_the_fo
     assert found.ceiling[0] == pytest.approx(signal_variance / (signal_variance + noise * np.mean(1 / counts)))
 
 
+def test_ceilings_of_split_halves_are_those_of_all_images_also_if_few_have_several_trials():
+    generator = np.random.default_rng(0)
+    counts = np.where(np.arange(3000) < 600, 10, 1)
+    image = np.repeat(np.arange(3000), counts)
+    signal = generator.normal(size=(3000, 3))
+    trials = signal[image] + generator.normal(size=(len(image), 3))
+    trials[:600, 2][np.arange(600) % 10 > 3] = np.nan  # the first 60 images have four trials of one target
+    found = encoded({"a": signal}, trials, images=image)
+    explainable = 1 / (1 + np.array([0.82, 0.82, 0.823]))
+    np.testing.assert_allclose(found.ceiling, explainable, atol=0.02)
+    np.testing.assert_allclose(found.split_half, explainable, atol=0.03)
+
+
 def test_trials_are_averaged_and_those_that_were_not_measured_left_out():
     x = features(3, 8)
     y = responses(x, (0.5, 1))
@@ -218,6 +231,26 @@ def test_constant_targets_have_no_score_and_leave_the_others_as_they_are():
         assert np.isnan(getattr(layer, name)).tolist() == [False, True, False]
         np.testing.assert_allclose(np.delete(getattr(layer, name), 1), getattr(other, name))
     assert found.best.tolist() == [0, -1, 0]
+
+
+def test_targets_of_other_kinds_and_their_masks():
+    x, y = features(4, 8), responses(features(4, 8), (0.5, 0.5))
+    expected = encoded({"a": x}, y).layers[0].r
+    for same in (torch.from_numpy(y).requires_grad_(), y.tolist(), np.ma.masked_array(y)):
+        np.testing.assert_allclose(encoded({"a": x}, same, strengths=np.array(FEW)).layers[0].r, expected)
+    masked = np.ma.masked_array(np.concatenate([y, y + 9]), np.repeat([False, True], N)[:, None] & np.ones(2, bool))
+    np.testing.assert_allclose(encoded({"a": x}, masked, images=np.tile(np.arange(N), 2)).layers[0].r, expected)
+
+
+def test_groups_without_a_value_are_none_and_intervals_need_several_groups_in_a_fold():
+    x, y = features(4, 8), responses(features(4, 8), (0.5, 0.5))
+    unknown = [None if row % 2 else row // 9 for row in range(N)]
+    assert sorted(np.bincount(encoded({"a": x}, y, groups=unknown).folds)) == [18] * 5
+    found = encoded({"a": x}, y, groups=np.arange(N) // 18, draws=20).layers[0]
+    assert np.isnan([found.low, found.high, found.p]).all()
+    found = encoded({"a": x}, y, groups=np.maximum(np.arange(N) // 9, 1), draws=20).layers[0]
+    assert np.isnan([found.low, found.high]).all()
+    assert (found.p < 0.5).all()
 
 
 def test_features_and_targets_that_are_read_in_parts_give_the_same():
@@ -307,6 +340,10 @@ def test_draws_keep_groups_together():
     [
         ({"fit": "ols"}, "fit 'ols' not found"),
         ({"strengths": (1.0, 0.0)}, "strengths are [1.0, 0.0]; expected numbers above 0"),
+        ({"strengths": (np.nan,)}, "strengths are [nan]; expected numbers above 0"),
+        ({"groups": np.arange(2 * N)}, "features have 90 rows, groups 180, and the targets 90"),
+        ({"images": np.arange(N) + 0.5}, "images are float64 of shape (90,); expected whole numbers"),
+        ({"folds": 40}, "the smallest of 40 folds of 90 images has 2; expected at least 3"),
         ({"partition": True}, "there are 1 layers; expected two to partition"),
         ({"images": np.arange(89)}, "features have 90 rows, groups 90, and the targets 90"),
         ({"groups": np.arange(8)}, "features have 90 rows, groups 8, and the targets 90"),
@@ -320,4 +357,5 @@ def test_what_cannot_be_encoded_is_refused_by_name(settings, said):
     with pytest.raises(InputError, match=re.escape("the targets are float64 of shape (90,)")):
         encoded({"a": features(0, 5)}, np.zeros(N))
     with pytest.raises(InputError, match="row 3 of the features contains NaN"):
-        encoded({"a": np.where(np.arange(N) == 3, np.nan, features(0, 1)[:, 0])[:, None]}, np.zeros((N, 2)))
+        broken = np.where(np.arange(N) == 3, np.nan, features(0, 1)[:, 0])[:, None]
+        encoded({"a": broken}, np.zeros((N - 2, 2)), images=np.arange(2, N))
