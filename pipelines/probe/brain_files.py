@@ -49,14 +49,15 @@ def read_responses(
     Args:
         where: an array (P, T) or (P,) in FILE.npy, .npz[:NAME], .h5[:NAME] or .mat[:NAME]; or a table FILE.csv, .tsv or
             .parquet, all columns besides those that name images, or those of FILE.csv:COLUMN,COLUMN.
-        others: FILE.csv:COLUMN or COLUMN, which is no target.
+        others: that of `--stimuli` and of `--group`, FILE.csv:COLUMN or COLUMN, which are no targets.
 
     Returns:
         (P, T) numbers, of .npy and HDF5 not yet read; and, None if the file has none: (T,) names of the targets, (P,)
         names of the images; and the column of these.
 
     Raises:
-        InputError: the file has no responses, a cell is no number, or see `read_rdms`.
+        InputError: the file has no responses, a table names no images and no stimuli are given, a cell is no number,
+            or see `read_rdms`.
         UnknownNameError: there is no such column.
     """
     path, chosen = split_name(where, TABLES)
@@ -74,6 +75,9 @@ def read_responses(
     if not numbers or not len(numbers[0]):
         raise InputError(f"{path} has no targets: rows, and columns besides those that name images")
     key = next((key for key in _KEYS if key in table), "")
+    if not key and not others[0]:
+        hint = "add a column 'path', 'id' or 'row', or name them in their order: --stimuli FILE.csv"
+        raise InputError(f"{path} names no images", hint=hint)
     images = ["" if cell is None else str(cell) for cell in table[key]] if key else None
     return np.stack(numbers, 1), targets, images, key
 

@@ -13,6 +13,7 @@ from extract.analysis.encoding.encoding import Encoding, encoding
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.row_groups import row_groups
 from extract.errors import InputError
+from extract.images.csv_lists import file_and_column
 from pipelines.probe.brain_files import read_responses, read_stimuli
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.labelling import group_values
@@ -20,6 +21,7 @@ from pipelines.probe.layer_similarity import in_order
 from pipelines.probe.layer_table import LayerTable, in_all, layer_figure, opened_layers
 from pipelines.probe.report import ARRAYS
 from pipelines.terminal.figures import COLOURS
+from pipelines.terminal.image_tables import without_fractions
 from pipelines.terminal.text_output import counted
 
 __all__ = ["encode"]
@@ -45,18 +47,19 @@ def encode(config: ProbeConfig, say: Callable[[str], None]) -> tuple[LayerTable,
     where = str(config.targets)
     values, targets, names, key = read_responses(where, (config.stimuli, config.group))
     if config.stimuli:
-        names, key = read_stimuli(config.stimuli), config.stimuli.rpartition(":")[2].strip().lower()
+        names, key = read_stimuli(config.stimuli), file_and_column(config.stimuli, "path")[1].strip().lower()
     with opened_layers(config, say) as (run, folder):
         (first, reader), *_ = run.readers.items()
         if names is not None and key == "row":
             path_of = dict(zip(map(str, reader.rows.tolist()), reader.paths, strict=True))
-            names = [path_of.get(name.strip(), "") for name in names]
+            names = [path_of.get(name or "", "") for name in without_fractions([name.strip() for name in names])]
             if not any(names):
                 raise InputError(f"{where}: no number in the column 'row' is that of a row of {first}")
+        may_be_ids = names is not None and key not in ("path", "row")
         # Rows with the same name are trials of one image.
         named = np.array(run.named(names, len(values), where), object)
         distinct, stimulus = np.unique(named, return_inverse=True)
-        rows = run.rows_of(distinct.tolist(), where)
+        rows = run.rows_of(distinct.tolist(), where, may_be_ids)
         kept, place = np.flatnonzero(in_all(rows)), np.full(len(distinct), -1)
         kept = kept[np.argsort(rows[first][kept])]
         place[kept] = np.arange(len(kept))
@@ -71,6 +74,8 @@ def encode(config: ProbeConfig, say: Callable[[str], None]) -> tuple[LayerTable,
         )  # fmt: skip
         paths = [reader.paths[row] for row in rows[first][kept].tolist()]
         counts = {"images": len(kept), "trials": int((place[stimulus] >= 0).sum()), "targets": len(found.ceiling)}
+        if left := len(named) - counts["trials"]:
+            run.notes.append(f"{left:,} of the {len(named):,} rows of targets are left out: no image with features")
         _fill(run, found, counts, targets or list(map(str, range(len(found.ceiling)))), paths)
         _draw(run, found)
         return run, run.write(folder)

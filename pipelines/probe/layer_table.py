@@ -117,12 +117,12 @@ class LayerTable:
             raise InputError(found, hint="name them in their order: --stimuli FILE.csv")
         return names
 
-    def rows_of(self, names: Sequence[str], where: str) -> dict[str, NDArray[np.int64]]:
+    def rows_of(self, names: Sequence[str], where: str, may_be_ids: bool = True) -> dict[str, NDArray[np.int64]]:
         """Return data set -> its row (N,) of each of N stimuli, -1 without features; add notes."""
         rows = {}
         for name, reader in self.readers.items():
             root = str(reader.provenance.get("configuration", {}).get("images", ""))
-            found, by = images_of_names(where, names, reader.paths, reader.ids, root)
+            found, by = images_of_names(where, names, reader.paths, reader.ids if may_be_ids else None, root)
             rows[name] = np.where(reader.status[found] == Status.OK, found, -1)
             there, good = int((found >= 0).sum()), int((rows[name] >= 0).sum())
             failed = f", of which {there - good:,} failed" if good < there else ""

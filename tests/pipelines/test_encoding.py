@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from scipy.io import savemat
 
-from extract import FeatureWriter
+from extract import FeatureReader, FeatureWriter
 from extract.probe import encoding
 from pipelines.data_sets.report.probe_results import probes
 from tests.pipelines.test_cli import fails, succeeds
@@ -105,6 +105,7 @@ def test_responses_are_those_of_their_images_in_every_form(form, made, responses
     else:
         key, names = ("row", order) if form == "row" else ("path", [f"photos/{PATHS[i]}" for i in order])
         file, options = tmp_path / "responses.csv", []
+        names = [f"{i}.0" for i in order] if form == "row" else names  # as pandas writes numbers with gaps
         rows = [[where, *values] for where, values in zip(names, shuffled, strict=True)]
         write_table(file, [key, "of a", "of b", "constant"], rows)
         if form == "parquet":
@@ -132,6 +133,7 @@ def test_all_that_was_found_is_written_and_said(made, responses, tmp_path):
     options = ("-p", "encoding", "--targets", table, "--partition", "--draws", 99)
     result = succeeds("probe", made / "out", *options, "-o", tmp_path / "res")
     assert "39 images, 78 trials, 2 targets: of a, of b" in result.stdout
+    assert "3 of the 81 rows of targets are left out: no image with features" in result.stdout
     assert "trials.csv: 40 of 41 images matched by the path with the 40 of out, of which 1 failed" in result.stdout
     assert "a + b" in result.stdout
     assert "best_r 0.9" in result.stdout
@@ -164,6 +166,14 @@ def test_two_data_sets_are_joined_by_path_whatever_their_order(made, features, r
     assert [(probe["data_set"], probe["layer"]) for probe in summary["probes"]] == [
         ("out", "a"), ("out", "b"), ("other", "a"), ("other", "b"),
     ]  # fmt: skip
+
+
+def test_paths_are_not_taken_for_the_ids_of_other_images(made, responses, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(FeatureReader, "ids", property(lambda reader: [f"{N - 1 - i:03d}" for i in range(N)]))
+    for key, name in (("path", lambda i: f"{i:03d}"), ("id", lambda i: f"{N - 1 - i:03d}")):
+        table = write_table(tmp_path / "y.csv", [key, *"abc"], [[name(i), *responses[i]] for i in range(N)])
+        _, r = encoded(made / "out", tmp_path / "res", "--targets", table)
+        np.testing.assert_allclose(r, expected, atol=1e-6)
 
 
 def folds_of(folder: Path) -> dict[str, str]:
@@ -203,6 +213,8 @@ def test_what_cannot_be_joined_or_read_is_refused_by_name(made, responses, tmp_p
     twice = write_table(tmp_path / "twice.csv", ["path", "y", "y"], [[PATHS[0], 1, 2]])
     assert "twice.csv: two columns have the name 'y'" in refused("--targets", twice)
     assert "column 'z' not found" in refused("--targets", f"{other}:z")
+    unnamed = write_table(tmp_path / "unnamed.csv", ["image", "y"], [[path, 1] for path in PATHS])
+    assert "unnamed.csv names no images; add a column 'path', 'id' or 'row'" in refused("--targets", f"{unnamed}:y")
     alone = write_table(tmp_path / "alone.csv", ["path"], [[PATHS[0]]])
     assert "alone.csv has no targets" in refused("--targets", alone)
     np.savez(tmp_path / "two.npz", x=responses, y=responses)

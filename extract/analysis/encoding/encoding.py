@@ -186,7 +186,7 @@ def encoding(
         for chosen in _blocks(responses, folds * (len(strengths) + x.width), memory_bytes, fit == "pls"):
             _, y = responses.read(chosen)
             predictions, *settings = (
-                fit_pls(x, y, of_images, n_components, len(features) > 1) if ridge is None
+                fit_pls(x, sizes, y, of_images, n_components, len(features) > 1) if ridge is None
                 else ridge.fit(y, strengths, weights)
             )  # fmt: skip
             scored.append((*scores(predictions, y, of_images, group, draws, seed), *settings))

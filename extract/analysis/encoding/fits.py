@@ -181,11 +181,15 @@ def band_draws(n_bands: int, count: int, seed: int) -> list[tuple[float, ...]]:
     return [tuple(each.tolist()) for each in (np.full(n_bands, 1 / n_bands), *np.eye(n_bands), *random)]
 
 
-def fit_pls(rows: FeatureRows, targets: Floats, folds: NDArray[np.int64], n_components: int, choose: bool) -> Fit:
+def fit_pls(
+    rows: FeatureRows, bands: Sequence[tuple[int, int]], targets: Floats, folds: NDArray[np.int64],
+    n_components: int, choose: bool,
+) -> Fit:  # fmt: skip
     """Predict each fold by a PLS model of the other folds, that of Brain-Score (Schrimpf et al. 2018).
 
     Args:
         rows: (N, D), read into memory.
+        bands: see `RidgeFolds`; they are scaled as there.
         targets: (N, T); components depend on all of them.
         folds: (N,) fold of each row, 0 to F - 1.
         n_components: number of components.
@@ -204,10 +208,11 @@ def fit_pls(rows: FeatureRows, targets: Floats, folds: NDArray[np.int64], n_comp
             found = f"{fitted.sum():,} training images of {x.shape[1]:,} values have at most {most:,}"
             hint = "use ridge (--fit ridge), a wider layer, or more images"
             raise InputError(f"PLS of {n_components} components: {found}", hint=hint)
+        scale = _scale(torch.from_numpy(x[fitted].var(0)), bands, None).numpy()
         model = regression(n_components, scale=False, tol=_SETTLED, max_iter=_ITERATIONS)
-        model.fit(x[fitted], targets[fitted])
+        model.fit(x[fitted] * scale, targets[fitted])
         for fold in without:
-            predicted = model.predict(x[folds == fold]).reshape(-1, targets.shape[1])
+            predicted = model.predict(x[folds == fold] * scale).reshape(-1, targets.shape[1])
             if len(without) == 1:
                 predictions[folds == fold] = predicted
             else:

@@ -109,6 +109,9 @@ def test_pls_is_that_of_scikit_learn():
     r, r2 = folded(x.astype(np.float64), y, found.folds, pls)
     np.testing.assert_allclose(found.layers[0].fold_r, r, atol=1e-5)
     np.testing.assert_allclose(found.layers[0].r2, r2.mean(0), atol=1e-5)
+    parts = [encoded({"a": x, "b": scale * features(2, 20)}, y, fit="pls", n_components=5, partition=True).partition
+             for scale in (1, 1e4)]  # fmt: skip
+    np.testing.assert_allclose(parts[0]["unique_first"], parts[1]["unique_first"], atol=1e-4)
     with pytest.raises(InputError, match="PLS of 25 components: 72 training images of 20 values have at most 20"):
         encoded({"a": x}, y, fit="pls")
 
