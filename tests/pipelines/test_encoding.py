@@ -227,7 +227,7 @@ def test_what_cannot_be_joined_or_read_is_refused_by_name(made, responses, tmp_p
     assert "none.npy: no such file" in refused("--targets", tmp_path / "none.npy")
     np.save(tmp_path / "y.npy", responses)
     assert "column 'age' not found" in refused("--targets", tmp_path / "y.npy", "--group", "age")
-    assert "5 folds of 39 images in 4 groups that stay together; expected at least 3" in refused(
+    assert "5 folds of 39 images in 4 groups that stay together, at least 0 in each; expected at least 3" in refused(
         "--targets", tmp_path / "y.npy", "--group", "subject"
     )
     assert "encoding needs --targets" in refused()

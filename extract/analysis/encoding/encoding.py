@@ -231,18 +231,16 @@ def _first_of_groups(groups: ArrayLike) -> NDArray[np.int64]:
 def _fold_of_groups(groups: NDArray[np.int64], n_folds: int, seed: int) -> NDArray[np.int64]:
     """Return the fold (N,) of each row: each group, the largest first, goes into the fold with the fewest rows."""
     sizes = np.bincount(groups)
-    if not 3 <= n_folds <= min(len(sizes), len(groups) // 2):
-        found = f"{n_folds} folds of {len(groups):,} images in {len(sizes):,} groups that stay together"
-        hint = "copies, parts of a file, and images of one value of --group, form a group"
-        raise InputError(f"{found}; expected at least 3 folds (--folds), of 2 images or more", hint=hint)
     order = np.random.default_rng(seed).permutation(len(sizes))  # of groups of equal size
-    rows_in, fold_of = [0] * n_folds, np.empty(len(sizes), np.int64)
+    rows_in, fold_of = [0] * max(1, n_folds), np.empty(len(sizes), np.int64)
     for group in order[np.argsort(-sizes[order], kind="stable")].tolist():
         fold_of[group] = fewest = rows_in.index(min(rows_in))
         rows_in[fewest] += int(sizes[group])
-    if min(rows_in) < _FEWEST:
-        found = f"the smallest of {n_folds} folds of {len(groups):,} images has {min(rows_in)}"
-        raise InputError(f"{found}; expected at least {_FEWEST}, for a correlation", hint="give fewer folds (--folds)")
+    if n_folds < 3 or min(rows_in) < _FEWEST:
+        found = f"{n_folds} folds of {len(groups):,} images in {len(sizes):,} groups that stay together"
+        found = f"{found}, at least {min(rows_in):,} in each"
+        hint = "copies, parts of a file, and images of one value of --group, form a group"
+        raise InputError(f"{found}; expected at least 3 folds (--folds), of {_FEWEST} images or more", hint=hint)
     return np.asarray(fold_of[groups])
 
 
