@@ -13,6 +13,7 @@ the bands by the roots of weights, drawn from a Dirichlet distribution, and choo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,7 @@ Weights = tuple[float, ...] | None  # of bands
 
 _NEGLIGIBLE = 1e-12  # of the largest eigenvalue: the rest is rounding
 _ITERATIONS = 5000  # of the power method of PLS, which settles late where two components explain the same
+_ROUNDING = 1e-6  # of the largest component: features are float32
 _SETTLED = 1e-10  # squared change of a unit vector
 
 
@@ -196,7 +198,7 @@ def fit_pls(
         choose: whether to compute `validation` as for ridge, which fits a model for each pair of folds; else it is NaN.
 
     Raises:
-        InputError: there are more components than columns or training rows.
+        InputError: there are more components than columns or training rows, or than axes along which these vary.
         LayertapError: scikit-learn is not installed.
     """
     regression = library("sklearn.cross_decomposition", "sklearn", "PLS").PLSRegression
@@ -210,7 +212,13 @@ def fit_pls(
             raise InputError(f"PLS of {n_components} components: {found}", hint=hint)
         scale = _scale(torch.from_numpy(x[fitted].var(0)), bands, None).numpy()
         model = regression(n_components, scale=False, tol=_SETTLED, max_iter=_ITERATIONS)
-        model.fit(x[fitted] * scale, targets[fitted])
+        lengths = np.zeros(1)
+        with contextlib.suppress(ValueError), np.errstate(invalid="ignore"):  # NaN of a component without variance
+            lengths = np.linalg.norm(model.fit(x[fitted] * scale, targets[fitted]).x_scores_, axis=0)
+        # Rounding would be amplified. After the last component that the targets need, they are 0.
+        if not hasattr(model, "x_scores_") or ((lengths > 0) & (lengths < _ROUNDING * lengths.max())).any():
+            found = f"PLS of {n_components} components: {fitted.sum():,} training images vary along fewer axes"
+            raise InputError(found, hint="use ridge (--fit ridge), or leave out layers that hardly vary")
         for fold in without:
             predicted = model.predict(x[folds == fold] * scale).reshape(-1, targets.shape[1])
             if len(without) == 1:

@@ -114,6 +114,9 @@ def test_pls_is_that_of_scikit_learn():
     np.testing.assert_allclose(parts[0]["unique_first"], parts[1]["unique_first"], atol=1e-4)
     with pytest.raises(InputError, match="PLS of 25 components: 72 training images of 20 values have at most 20"):
         encoded({"a": x}, y, fit="pls")
+    for few in (x[:, :3] @ features(3, 30, 3), np.full((N, 30), 0.1)):
+        with pytest.raises(InputError, match="PLS of 5 components: 72 training images vary along fewer axes"):
+            encoded({"a": few}, y, fit="pls", n_components=5)
 
 
 def test_ridge_chooses_and_predicts_as_himalaya_does():
