@@ -264,7 +264,7 @@ def _in_few_columns(name: str, bands: list[FeatureRows], n_folds: int, memory_by
     width = sum(min(count, band.width) for band in bands)
     of_pair = 8 * (2 * n_folds + 4) + 4 * n_folds * (n_folds - 1) // 2  # bytes for each pair of columns
     if (needed := width**2 * of_pair) > memory_bytes // 2:
-        most = math.isqrt(memory_bytes // 2 // of_pair)
+        most = max(1, math.isqrt(memory_bytes // 2 // of_pair))
         found = f"layer {name} of {count:,} images needs {needed >> 20:,} MB for products of {width:,} columns"
         hint = f"at most {most:,} values or images fit: pool the layer, such as by srp{1 << most.bit_length() - 1}"
         raise InputError(found, hint=f"{hint}, or give more --max-memory-mb (memory_bytes)")

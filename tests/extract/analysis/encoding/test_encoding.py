@@ -264,6 +264,8 @@ def test_features_and_targets_that_are_read_in_parts_give_the_same():
         np.testing.assert_allclose(layer.r, other.r, atol=1e-6)
     with pytest.raises(InputError, match=r"layer b of 150 images needs 3 MB for products of 150 columns"):
         encoded(x, y, memory_bytes=2 << 20)
+    with pytest.raises(InputError, match="layer a of 150 images needs 0 MB"):
+        encoded(x, y, memory_bytes=0)
 
 
 def test_the_best_layer_is_chosen_without_the_images_that_score_it():
