@@ -75,7 +75,7 @@ def encode(config: ProbeConfig, say: Callable[[str], None]) -> tuple[LayerTable,
         paths = [reader.paths[row] for row in rows[first][kept].tolist()]
         counts = {"images": len(kept), "trials": int((place[stimulus] >= 0).sum()), "targets": len(found.ceiling)}
         if left := len(named) - counts["trials"]:
-            run.notes.append(f"{left:,} of the {len(named):,} rows of targets are left out: no image with features")
+            run.notes.append(f"{left:,} of the {len(named):,} rows of targets left out: no image with features")
         _fill(run, found, counts, targets or list(map(str, range(len(found.ceiling)))), paths)
         _draw(run, found)
         return run, run.write(folder)

@@ -133,7 +133,7 @@ def test_all_that_was_found_is_written_and_said(made, responses, tmp_path):
     options = ("-p", "encoding", "--targets", table, "--partition", "--draws", 99)
     result = succeeds("probe", made / "out", *options, "-o", tmp_path / "res")
     assert "39 images, 78 trials, 2 targets: of a, of b" in result.stdout
-    assert "3 of the 81 rows of targets are left out: no image with features" in result.stdout
+    assert "3 of the 81 rows of targets left out: no image with features" in result.stdout
     assert "trials.csv: 40 of 41 images matched by the path with the 40 of out, of which 1 failed" in result.stdout
     assert "a + b" in result.stdout
     assert "best_r 0.9" in result.stdout

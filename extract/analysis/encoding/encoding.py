@@ -24,7 +24,7 @@ FITS = ("ridge", "banded", "pls")
 STRENGTHS = tuple(np.logspace(-1, 8, 20).tolist())
 _BLOCK_BYTES = 32 << 20  # of features read at once, at most
 _BAND_DRAWS = 20  # of weights of bands, besides equal ones and each band alone
-_FEWEST = 3  # images of a fold: the r of two is 1 or -1
+_FEWEST = 2  # images of a fold: one has no correlation
 _NEGLIGIBLE = 1e-12  # of the largest variance: the rest is rounding
 
 
@@ -143,7 +143,7 @@ def encoding(
         on_layer: called with the name of each layer before it is fitted.
 
     Raises:
-        InputError: shapes do not match, a value is not finite, there are fewer groups than folds, or fewer than three
+        InputError: shapes do not match, a value is not finite, there are fewer groups than folds, or fewer than two
             images in a fold, or a layer is too wide for the memory.
         UnknownNameError: the fit or device does not exist.
     """
