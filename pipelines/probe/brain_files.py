@@ -24,6 +24,7 @@ from extract.system.optional_libraries import library
 __all__ = ["read_rdms", "read_responses", "read_stimuli", "read_triplets"]
 
 _NAMED = (".npz", ".mat", *SUFFIXES)  # files of several arrays
+_NUMBERED = ("unnamed: ", "__index_level_")  # columns of row numbers that pandas writes
 _KEYS = ("path", "id", "row")  # columns that name images, in the order of preference
 
 
@@ -70,7 +71,7 @@ def read_responses(
     table, _ = read_table(path, None)
     used = {"", *_KEYS, "split", *(each.rpartition(":")[2].strip().lower() for each in others if each)}
     targets = [name.strip().lower() for name in chosen.split(",") if chosen]
-    targets = targets or [name for name in table if name not in used]
+    targets = targets or [name for name in table if name not in used and not name.startswith(_NUMBERED)]
     numbers = [_numbers(path, table, name) for name in targets]
     if not numbers or not len(numbers[0]):
         raise InputError(f"{path} has no targets: rows, and columns besides those that name images")

@@ -127,8 +127,8 @@ def test_responses_are_those_of_their_images_in_every_form(form, made, responses
 def test_all_that_was_found_is_written_and_said(made, responses, tmp_path):
     trials = np.concatenate([responses, responses + 0.2 * np.random.default_rng(3).normal(size=responses.shape)])
     table = write_table(
-        tmp_path / "trials.csv", ["path", "of a", "of b"],
-        [*([path, *values[:2]] for path, values in zip(PATHS * 2, trials, strict=True)), ["night/999.jpg", 1, 2]],
+        tmp_path / "trials.csv", ["Unnamed: 0", "path", "of a", "of b"],
+        [*([1, path, *values[:2]] for path, values in zip(PATHS * 2, trials, strict=True)), [2, "night/999.jpg", 1, 2]],
     )  # fmt: skip
     options = ("-p", "encoding", "--targets", table, "--partition", "--draws", 99)
     result = succeeds("probe", made / "out", *options, "-o", tmp_path / "res")

@@ -99,10 +99,13 @@ class Encoding:
 
     @property
     def partition(self) -> dict[str, Floats]:
-        """R^2 (T,) that only the first layer explains, only the second, and either; empty without `joint`."""
+        """R^2 (T,) that only the first layer explains, only the second, and either; empty without `joint`.
+
+        They add up to that of both. R^2 below 0 count as 0, or what one layer misses would seem unique to the other.
+        """
         if self.joint is None:
             return {}
-        both, (first, second) = self.joint.r2, (layer.r2 for layer in self.layers)
+        both, first, second = (np.maximum(layer.r2, 0) for layer in (self.joint, *self.layers))
         return {"unique_first": both - second, "unique_second": both - first, "shared": first + second - both}
 
 

@@ -299,6 +299,10 @@ def test_bands_and_the_variance_that_each_alone_explains():
     np.testing.assert_allclose(explained["unique_second"][:2], 0.2, atol=0.06)
     np.testing.assert_allclose(explained["shared"][:2], 0.1, atol=0.06)
     np.testing.assert_allclose(found.partition["unique_second"][2:], 0, atol=0.01)
+    few = encoded({name: values[:60] for name, values in x.items()}, y[:60], partition=True)
+    assert (few.layers[1].r2[2:] < 0).all()
+    np.testing.assert_allclose(sum(few.partition.values()), few.joint.r2)
+    np.testing.assert_allclose(few.partition["unique_first"][2:], few.joint.r2[2:])
     weights = found.joint.band_weights
     assert weights.shape == (5, 4, 2)
     assert (weights[:, 2:, 0] > 0.9).all()
