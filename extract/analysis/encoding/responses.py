@@ -116,7 +116,10 @@ class Responses:
 
 def _counts(trials: Floats, image: NDArray[np.int64]) -> Floats:
     """Return the number (N, T) of known trials (P, T) of each image (P,), which ascends."""
-    return np.asarray(np.add.reduceat(~np.isnan(trials), np.flatnonzero(np.diff(image, prepend=-1)), dtype=np.float64))
+    starts, known = np.flatnonzero(np.diff(image, prepend=-1)), ~np.isnan(trials)
+    if known.all():
+        return np.repeat(np.diff(starts, append=len(image)).astype(np.float64)[:, None], trials.shape[1], 1)
+    return np.asarray(np.add.reduceat(known, starts, dtype=np.float64))
 
 
 def _means(trials: Floats, image: NDArray[np.int64]) -> Floats:
