@@ -44,7 +44,8 @@ class LayerScores:
         band_weights: (F, T, B) chosen weights of the bands; None without bands.
         low, high: (T,) 95 % interval of r, by bootstrap over images; NaN without draws, or if a fold has one group.
         p: (T,) p-value of r, one-sided, by permutation of images; NaN without draws, or if each fold has one group.
-        q: (T,) the same, corrected for the false discovery rate over targets.
+        q: (T,) the same, corrected for the false discovery rate over targets. As p is at least 1 / (1 + draws), 0.05
+            is reached only if 20 T / (1 + draws) targets are predicted.
     """
 
     name: str
