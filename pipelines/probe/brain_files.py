@@ -115,10 +115,11 @@ def _only_list(where: str, lists: list[list[str]], count: int) -> list[str] | No
     return fitting[0] if fitting else None
 
 
-def read_stimuli(where: str) -> list[str]:
-    """Read the names of images in the order of RDMs: FILE.csv[:COLUMN], column `path` if omitted."""
+def read_stimuli(where: str) -> tuple[list[str], str]:
+    """Return the names of images in their order, and the column of FILE.csv[:COLUMN] that has them, or `path`."""
     file, column = file_and_column(where, "path")
-    return [str(value) for value in read_table(file, column)[0][column.strip().lower()]]
+    key = column.strip().lower()
+    return [str(value) for value in read_table(file, column)[0][key]], key
 
 
 def read_triplets(where: str) -> tuple[NDArray[np.int64], list[str] | None]:

@@ -13,7 +13,6 @@ from extract.analysis.encoding.encoding import Encoding, encoding
 from extract.analysis.probe.feature_matrix import FeatureRows
 from extract.analysis.row_groups import row_groups
 from extract.errors import InputError
-from extract.images.csv_lists import file_and_column
 from pipelines.probe.brain_files import read_responses, read_stimuli
 from pipelines.probe.config import ProbeConfig
 from pipelines.probe.labelling import group_values
@@ -47,7 +46,7 @@ def encode(config: ProbeConfig, say: Callable[[str], None]) -> tuple[LayerTable,
     where = str(config.targets)
     values, targets, names, key = read_responses(where, (config.stimuli, config.group))
     if config.stimuli:
-        names, key = read_stimuli(config.stimuli), file_and_column(config.stimuli, "path")[1].strip().lower()
+        names, key = read_stimuli(config.stimuli)
     with opened_layers(config, say) as (run, folder):
         (first, reader), *_ = run.readers.items()
         if names is not None and key == "row":
@@ -95,7 +94,8 @@ def _fill(run: LayerTable, found: Encoding, counts: dict[str, int], targets: lis
     layers = [*found.layers, *([found.joint] if found.joint else [])]
     constant = int(np.isnan(found.layers[0].r2).sum())
     sizes = ", ".join(counted(count, name.removesuffix("s")) for name, count in counts.items())
-    run.notes.append(f"{sizes}{f' ({constant:,} constant)' if constant else ''}: {', '.join(targets[:_SHOWN])}")
+    shown = [*targets[:_SHOWN], "..."] if len(targets) > _SHOWN else targets
+    run.notes.append(f"{sizes}{f' ({constant:,} constant)' if constant else ''}: {', '.join(shown)}")
     metrics = {name: [_median(getattr(layer, name)) for layer in layers] for name in ("r", "r2")}
     metrics["r_normalised"] = [_median(found.normalised(layer.r)) for layer in layers]
     metrics["predicted"] = [_median(layer.q, lambda q: (q <= _LEVEL).mean()) for layer in layers]

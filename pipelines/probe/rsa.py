@@ -46,23 +46,24 @@ def compare_with_rdms(config: ProbeConfig, say: Callable[[str], None]) -> tuple[
         UnknownNameError: a layer does not exist.
     """
     rdms, names = (None, None) if config.rdm is None else read_rdms(config.rdm)
-    stimuli = read_stimuli(config.stimuli) if config.stimuli else names
+    stimuli, key = read_stimuli(config.stimuli) if config.stimuli else (names, "")
+    may_be_ids = key != "path"
     with opened_layers(config, say) as (run, folder):
         panels = []
         if rdms is not None:
             say(f"comparing {counted(len(run.features), 'layer')} by {config.compare}")
-            panels.append(_compare(run, rdms, stimuli, str(config.rdm)))
+            panels.append(_compare(run, rdms, stimuli, may_be_ids, str(config.rdm)))
         if config.triplets is not None:
             say(f"choosing by {counted(len(run.features), 'layer')}")
-            panels.append(_choose(run, *read_triplets(config.triplets), stimuli, config.triplets))
+            panels.append(_choose(run, *read_triplets(config.triplets), stimuli, may_be_ids, config.triplets))
         run.remarks += [_DESCRIPTIVE] * (len(run.features) > 1)
         run.figures["layers"] = layer_figure(run.names, "Layers against brains or behaviour", panels)
         return run, run.write(folder)
 
 
-def _compare(run: LayerTable, rdms: Floats, names: Sequence[str] | None, where: str) -> Panel:
+def _compare(run: LayerTable, rdms: Floats, names: Sequence[str] | None, may_be_ids: bool, where: str) -> Panel:
     count, by = images_of_pairs(rdms.shape[1]), run.config.compare
-    rows = run.rows_of(run.named(names, count, where), where)
+    rows = run.rows_of(run.named(names, count, where), where, may_be_ids)
     kept = _checked(np.flatnonzero(in_all(rows)), where)
     place, pairs = np.zeros((count, count), np.int64), np.triu_indices(len(kept), 1)
     place[np.triu_indices(count, 1)] = np.arange(rdms.shape[1])
@@ -105,13 +106,14 @@ def _matrices(run: LayerTable, given: Floats, of_layers: Floats) -> Figure:
 
 
 def _choose(
-    run: LayerTable, triplets: NDArray[np.int64], names: list[str] | None, stimuli: list[str] | None, where: str
-) -> Panel:
+    run: LayerTable, triplets: NDArray[np.int64], names: list[str] | None, stimuli: list[str] | None, may_be_ids: bool,
+    where: str,
+) -> Panel:  # fmt: skip
     chosen = stimuli if names is None else names
     count = len(next(iter(run.readers.values()))) if chosen is None else len(chosen)
     if triplets.min() < 0 or triplets.max() >= count:
         raise InputError(f"{where}: images {triplets.min()} to {triplets.max()}; expected 0 to {count - 1}")
-    rows = run.rows_of(run.named(chosen, count, where), where)
+    rows = run.rows_of(run.named(chosen, count, where), where, may_be_ids or names is not None)
     there = in_all(rows)[triplets]
     if names is not None and not there[0].any():  # a header
         triplets, there = triplets[1:], there[1:]

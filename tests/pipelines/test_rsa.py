@@ -119,6 +119,18 @@ def test_results_are_a_table_json_and_two_figures(out: Path, tmp_path: Path, fig
         assert np.ptp(np.asarray(Image.open(tmp_path / "results" / name).convert("L"))) > 200
 
 
+def test_paths_of_stimuli_are_not_taken_for_the_ids_of_other_images(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FeatureReader, "ids", property(lambda reader: [Path(path).stem for path in PATHS[::-1]]))
+    np.save(tmp_path / "t.npy", SUBJECTS[0])
+    for column, paths in (("path", PATHS), ("id", PATHS[::-1])):
+        (tmp_path / "s.csv").write_text("\n".join([column, *(Path(path).stem for path in paths)]))
+        stimuli = f"{tmp_path / 's.csv'}:{column}"
+        found = result(out, "--rdm", tmp_path / "t.npy", "--stimuli", stimuli, "-o", tmp_path / "results")
+        assert found["layers"][0]["spearman"] == pytest.approx(expected("conv", SUBJECTS[:1]), abs=1e-6)
+
+
 def condensed_of(matrix: np.ndarray) -> np.ndarray:
     return matrix[np.triu_indices(len(matrix), 1)]
 
