@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract.analysis.network.activation_statistics import effective_number
-from extract.analysis.probe.feature_matrix import FeatureRows, Source, mean_of, row_products
+from extract.analysis.probe.feature_matrix import FeatureRows, Source, mean_of
 from extract.analysis.probe.metrics import ranks_of
 from extract.analysis.probe.nearest_rows import nearest, overlap
 from extract.errors import InputError
@@ -22,7 +24,6 @@ __all__ = [
 ]  # fmt: skip
 
 MEMORY_BYTES = 512 << 20
-_WORK_BYTES = 64 << 20  # of rows in double precision held at once for products of rows
 # Both take time that grows with the square of the number of images.
 _KNN_ROWS = 10_000
 _RSA_ROWS = 2_000
@@ -134,7 +135,8 @@ def linear_cka(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
 
     It is 1 if one feature is a rotated and scaled copy of the other. Kornblith et al. 2019, with the unbiased HSIC
     estimator of Song et al. 2012 (as in Nguyen, Raghu and Kornblith 2021): unrelated features give 0 even with more
-    columns than rows. The result may be slightly negative.
+    columns than rows. The result may be slightly negative. Features with more values than images are held in memory,
+    three times in double precision.
 
     Args:
         x: (N, D), or (N, *shape).
@@ -143,7 +145,11 @@ def linear_cka(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
     Raises:
         InputError: the numbers of rows differ, or are below 4.
     """
-    return _correlation(*(_gram(rows).ravel() for rows in _same_images([x, y])))
+    rows = [_in_few_columns(each, sys.maxsize) for each in _same_images([x, y])]
+    means = [mean_of(each) for each in rows]
+    between, of_x, of_y = (_product(rows, means, pair, MEMORY_BYTES)[1] for pair in ((0, 1), (0, 0), (1, 1)))
+    scale = math.sqrt(max(0.0, of_x) * max(0.0, of_y))
+    return between / scale if scale else math.nan
 
 
 def rsa(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
@@ -206,28 +212,15 @@ def _in_few_columns(rows: FeatureRows, memory_bytes: int) -> FeatureRows:
 
 def _products(rows: Sequence[FeatureRows], memory_bytes: int) -> tuple[Matrix, Matrix, NDArray[np.float64]]:
     """Return CKA, Procrustes and effective ranks, from the products X^T Y of centred features."""
-    count, features = len(rows[0]), len(rows)
-    means = [mean_of(each) for each in rows]
+    features, means = len(rows), [mean_of(each) for each in rows]
     hsic, nuclear, lengths = np.zeros((features, features)), np.eye(features), np.zeros(features)
     effective_rank = np.zeros(features)
     for i, j in combinations_with_replacement(range(features), 2):
-        product = np.zeros((rows[i].width, rows[j].width))
-        both = of_i = of_j = 0.0  # sums of |x|^2 |y|^2, |x|^2 and |y|^2
-        step = max(1, memory_bytes // (4 * 8 * (rows[i].width + rows[j].width)))
-        for start in range(0, count, step):
-            stop = min(start + step, count)
-            x, y = (rows[k].between(start, stop) - means[k] for k in (i, j))
-            of_x, of_y = (np.einsum("nd,nd->n", block, block) for block in (x, y))
-            product += x.T @ y
-            both, of_i, of_j = both + float(of_x @ of_y), of_i + float(of_x.sum()), of_j + float(of_y.sum())
-        # The unbiased estimator of Song et al. 2012 times n (n - 3), for K = X X^T and L = Y Y^T without their
-        # diagonals: tr(K L) = |X^T Y|^2 - both, and the rows of K sum to -|x|^2, since X is centred.
-        hsic[i, j] = hsic[j, i] = (
-            np.vdot(product, product) - both * count / (count - 2) + of_i * of_j / ((count - 1) * (count - 2))
-        )
+        product, hsic[i, j] = _product(rows, means, (i, j), memory_bytes)
+        hsic[j, i] = hsic[i, j]
         if i == j:
             singular = np.sqrt(np.linalg.eigvalsh(product).clip(0))
-            lengths[i], effective_rank[i] = np.sqrt(of_i), effective_number(singular)
+            lengths[i], effective_rank[i] = np.sqrt(np.trace(product)), effective_number(singular)
         else:
             nuclear[i, j] = nuclear[j, i] = np.linalg.svd(product, compute_uv=False).sum()
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -238,15 +231,23 @@ def _products(rows: Sequence[FeatureRows], memory_bytes: int) -> tuple[Matrix, M
     return cka, procrustes, effective_rank
 
 
-def _gram(rows: FeatureRows) -> NDArray[np.float64]:
-    """Return the U-centred products (N, N) of the rows minus their mean, with a zero diagonal."""
-    count, gram = len(rows), row_products(rows, _WORK_BYTES)
-    np.fill_diagonal(gram, 0)
-    # U-centring (Szekely and Rizzo 2014): the mean product of two U-centred matrices is the unbiased estimator.
-    sums = gram.sum(0) / (count - 2)
-    gram -= sums[:, None] + sums[None, :] - gram.sum() / ((count - 1) * (count - 2))
-    np.fill_diagonal(gram, 0)
-    return gram
+def _product(
+    rows: Sequence[FeatureRows], means: Sequence[NDArray[np.float64]], pair: tuple[int, int], memory_bytes: int
+) -> tuple[Matrix, float]:
+    """Return the product X^T Y of a pair of features, centred, and their unbiased HSIC times N (N - 3)."""
+    count, widths = len(rows[0]), [rows[k].width for k in pair]
+    product = np.zeros(widths)
+    both = of_x = of_y = 0.0  # sums of |x|^2 |y|^2, |x|^2 and |y|^2
+    step = max(1, memory_bytes // (4 * 8 * sum(widths)))
+    for start in range(0, count, step):
+        x, y = (rows[k].between(start, min(start + step, count)) - means[k] for k in pair)
+        of_rows, of_others = (np.einsum("nd,nd->n", block, block) for block in (x, y))
+        product += x.T @ y
+        both, of_x, of_y = both + float(of_rows @ of_others), of_x + float(of_rows.sum()), of_y + float(of_others.sum())
+    # The unbiased estimator of Song et al. 2012, for K = X X^T and L = Y Y^T without their diagonals:
+    # tr(K L) = |X^T Y|^2 - both, and the rows of K sum to -|x|^2, since X is centred.
+    correction = both * count / (count - 2) - of_x * of_y / ((count - 1) * (count - 2))
+    return product, float(np.vdot(product, product)) - correction
 
 
 def _ranked_distances(rows: FeatureRows) -> NDArray[np.float64]:
