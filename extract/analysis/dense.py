@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import time
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
+from torch.nn.functional import grid_sample
 
 from extract.analysis.probe.feature_matrix import FeatureRows, Labelled
 from extract.analysis.probe.metrics import Estimate, resampled
 from extract.analysis.probe.probing import MOST_IN_A_TABLE, ProbeResult, probe_resources
-from extract.analysis.probe.protocols import PROTOCOLS, Fitted, Scorer, Settings
+from extract.analysis.probe.protocols import Fitted, Protocol, Scorer, Settings, clip, knn
 from extract.errors import InputError, unknown_name
 from extract.store.tokens.token_array import TokenArray
 
@@ -26,33 +28,20 @@ _MOST_TOKENS = 500_000  # that a classifier is fitted on
 _IMAGES = 64  # scored at once
 
 
-@dataclass(frozen=True)
-class DenseProtocol:
-    """How the pixels of pictures are predicted from tokens.
-
-    Attributes:
-        of_tokens: the protocol of `extract.analysis.probe` that predicts single tokens.
-        scaling: scaling of the tokens.
-        about: short description.
-    """
-
-    of_tokens: str
-    scaling: str
-    about: str
-
-
 # A classifier of tokens, whose scores are upsampled to pixels, gave the mean IoU of DINOv3's head, which is trained on
 # upsampled scores, within 0.3 points in a fortieth of its time. Depth is classified too: it is not linear in the tokens
 # (see `depth`).
 SEGMENTATION = {
-    "segmentation": DenseProtocol(
-        "clip", "standardise", "logistic regression of tokens, 96 lambdas searched from coarse to fine"
+    "segmentation": Protocol(
+        clip, "standardise", ("segmentation",), "logistic regression of tokens, 96 lambdas searched from coarse to fine"
     ),
-    "segmentation-knn": DenseProtocol("knn", "l2", "10, 20, 100 or 200 nearest tokens by cosine, temperature 0.07"),
+    "segmentation-knn": Protocol(
+        knn, "l2", ("segmentation",), "10, 20, 100 or 200 nearest tokens by cosine, temperature 0.07"
+    ),
 }
 DEPTH = {
-    "depth": DenseProtocol(
-        "clip", "standardise", "logistic regression of tokens to 16 bins of depth, and the mean of the bins"
+    "depth": Protocol(
+        clip, "standardise", ("depth",), "logistic regression of tokens to 16 bins of depth, and the mean of the bins"
     ),
 }
 
@@ -61,7 +50,7 @@ class DenseProbe:
     """Checked arguments of a probe.
 
     Args:
-        protocols: the protocols of the task.
+        protocols: the protocols of the task, which classify tokens.
         protocol: name of one of them.
         tokens: tokens of a feature, or of several to concatenate.
         sets: numbers of the training, validation and test images.
@@ -84,7 +73,7 @@ class DenseProbe:
 
     def __init__(
         self,
-        protocols: Mapping[str, DenseProtocol],
+        protocols: Mapping[str, Protocol],
         protocol: str,
         tokens: TokenArray | Sequence[TokenArray],
         sets: tuple[ArrayLike, ArrayLike | None, ArrayLike],
@@ -148,9 +137,8 @@ class DenseProbe:
             Labelled(self._rows(numbers[some]), np.searchsorted(present, of_tokens[some]))
             for some in (~held_out, for_choice)
         )
-        fit = PROTOCOLS[self._definition.of_tokens].fit
-        assert fit is not None
-        fitted = fit(train_tokens, val_tokens, replace(settings, classes=classes[present]))
+        assert self._definition.fit is not None
+        fitted = self._definition.fit(train_tokens, val_tokens, replace(settings, classes=classes[present]))
         return replace(fitted, chosen_on=self._chosen_on), present, notes
 
     def _rows(self, numbers: NDArray[np.int64]) -> FeatureRows:
@@ -303,31 +291,23 @@ def _fill(pixels: NDArray[T], tokens: TokenArray, values: Tensor, of_band: Calla
     """
     height, width = pixels.shape
     left, top, right, bottom = tokens.window((width, height))
-    columns, by_column = _axis(width, left, right, tokens.grid[1])
-    rows, by_row = _axis(height, top, bottom, tokens.grid[0])
-    along_rows = torch.einsum("khw,cw->khc", values, by_column)
+    columns, x = _axis(width, left, right)
+    rows, y = _axis(height, top, bottom)
     start = rows.start
-    for part in torch.split(by_row, max(1, _BAND_VALUES // max(1, len(values) * len(by_column)))):
-        band = of_band(torch.einsum("rh,khc->krc", part, along_rows))
-        pixels[start : start + len(part), columns] = band.numpy()
+    for part in torch.split(y, max(1, _BAND_VALUES // max(1, len(values) * len(x)))):
+        places = torch.stack(torch.meshgrid(x, part, indexing="xy"), -1)
+        band = grid_sample(values[None], places[None], padding_mode="border", align_corners=False)[0]
+        pixels[start : start + len(part), columns] = of_band(band).numpy()
         start += len(part)
     return pixels
 
 
-def _axis(pixels: int, start: float, end: float, cells: int) -> tuple[slice, Tensor]:
-    """Return the pixels with their centres between `start` and `end`, and their weights of the cells."""
-    places = (np.arange(pixels) + 0.5 - start) / (end - start) * cells
-    inside = np.flatnonzero((places >= 0) & (places < cells))
-    positions = np.clip(places[inside] - 0.5, 0, cells - 1)
-    lower = np.minimum(positions.astype(np.int64), max(0, cells - 2))
-    upper_share = positions - lower
-    weights: NDArray[np.float32] = np.zeros((len(inside), cells), np.float32)
-    numbers = np.arange(len(inside))
-    weights[numbers, lower] = 1 - upper_share
-    if cells > 1:
-        weights[numbers, lower + 1] = upper_share
+def _axis(pixels: int, start: float, end: float) -> tuple[slice, Tensor]:
+    """Return the pixels with their centres between `start` and `end`, and these centres on the scale from -1 to 1."""
+    places = (np.arange(pixels) + 0.5 - start) / (end - start)
+    inside = np.flatnonzero((places >= 0) & (places < 1))
     first = int(inside[0]) if len(inside) else 0
-    return slice(first, first + len(inside)), torch.from_numpy(weights)
+    return slice(first, first + len(inside)), torch.from_numpy((2 * places[inside] - 1).astype(np.float32))
 
 
 def upsampled(tokens: TokenArray, values: Tensor, picture_px: tuple[int, int]) -> NDArray[np.float32]:
@@ -377,8 +357,7 @@ def cell_means(tokens: TokenArray, pixels: NDArray[np.float32]) -> NDArray[np.fl
     known = ~np.isnan(values)
     count, n_known = (np.bincount(some, minlength=tokens.per_image) for some in (cells, cells[known]))
     sums = np.bincount(cells[known], values[known], tokens.per_image)
-    enough = (n_known > 0) & (2 * n_known >= count)
-    return np.asarray(np.divide(sums, n_known, out=np.full(tokens.per_image, np.nan), where=enough))
+    return _share(sums, np.where(2 * n_known >= count, n_known, 0))
 
 
 @dataclass(frozen=True)
@@ -430,7 +409,7 @@ class DepthBins:
 _FEW_IMAGES = 100  # below, the coverage of mIoU was less than 0.92 in simulations (docs/benchmarks.md)
 
 
-class Masks(Protocol):
+class Masks(typing.Protocol):
     """Masks of images, such as a list of arrays."""
 
     def __getitem__(self, image: int, /) -> NDArray[Any]:
@@ -607,16 +586,13 @@ def _iou(right: NDArray[np.int64], truth: NDArray[np.int64], predicted: NDArray[
     return _share(right, truth + predicted - right)
 
 
-def _share(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.float64]:
+def _share(part: NDArray[Any], whole: NDArray[np.int64]) -> NDArray[np.float64]:
     return np.asarray(np.divide(part, whole, out=np.full(np.shape(whole), np.nan), where=np.asarray(whole) > 0))
 
 
 def _mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the mean of the last axis, without NaN."""
-    known = ~np.isnan(values)
-    count = known.sum(-1)
-    sums = np.where(known, values, 0).sum(-1)
-    return np.asarray(np.divide(sums, count, out=np.full(count.shape, np.nan), where=count > 0))
+    return _share(np.nansum(values, -1), (~np.isnan(values)).sum(-1))
 
 
 _FEW_DEPTH_MAPS = 50  # as the rows of a regression
@@ -629,7 +605,7 @@ _COLUMNS = ("n", "rmse", "abs_rel", "delta1")
 _BINS = 16
 
 
-class DepthMaps(Protocol):
+class DepthMaps(typing.Protocol):
     """Depths of images, such as a list of arrays."""
 
     def __getitem__(self, image: int, /) -> NDArray[Any]:

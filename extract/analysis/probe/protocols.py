@@ -39,7 +39,7 @@ from extract.analysis.probe.nearest_rows import neighbour_shares
 from extract.errors import InputError
 
 __all__ = [
-    "N_FOLDS", "PROTOCOLS", "SHOTS", "Fitted", "Protocol", "Settings", "fit_ridge", "primary",
+    "N_FOLDS", "PROTOCOLS", "SHOTS", "Fitted", "Protocol", "Settings", "clip", "fit_ridge", "knn", "primary",
     "standard_error", "stratified_folds",
 ]  # fmt: skip
 
