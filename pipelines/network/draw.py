@@ -194,8 +194,8 @@ def _top(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
         yield feature.name, figures.top_images(best, shown, _title(backbone, feature.name), len(rows))
 
 
-def _attention_by_patch(weights: Tensor, backbone: Backbone) -> Tensor:
-    """Return (B, heads, patches): attention of the class token or, without a class token, the mean over all patches.
+def _attention_maps(weights: Tensor, backbone: Backbone) -> Tensor:
+    """Return (B, heads, h, w): attention of the class token or, without a class token, the mean over all patches.
 
     Raises:
         InputError: the tokens are not the patches of whole images.
@@ -204,12 +204,7 @@ def _attention_by_patch(weights: Tensor, backbone: Backbone) -> Tensor:
     if backbone.patches is not None and weights.shape[-1] != backbone.patches + prefix:
         raise InputError(f"attention over {weights.shape[-1]} tokens; expected the patches of whole images")
     rows = weights[..., 0, :] if backbone.class_token else weights[..., prefix:, :].mean(-2)
-    return rows[..., prefix:]
-
-
-def _as_map(values: Tensor, backbone: Backbone) -> Tensor:
-    """Reshape (B, heads, patches) to (B, heads, h, w)."""
-    maps = attribution.map_of(values.transpose(1, 2), "TC", 0, backbone.preprocessing.crop_px)
+    maps = attribution.map_of(rows.transpose(1, 2), "TC", prefix, backbone.preprocessing.crop_px)
     return maps.permute(0, 3, 1, 2)
 
 
@@ -220,8 +215,7 @@ def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figure
     for layer in layers:
 
         def heads_of(inputs: Tensor, layer: str | None = layer) -> Tensor:
-            last = attribution.attentions(backbone, inputs, layer)[-1]
-            return _as_map(_attention_by_patch(last, backbone), backbone)
+            return _attention_maps(attribution.attentions(backbone, inputs, layer)[-1], backbone)
 
         heads, pixels, names = _over_batches(sample, heads_of)
         title = f"{_title(backbone, layer or 'last attention')}: attention of {source}"
@@ -231,7 +225,7 @@ def _attention(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figure
 def _rollout(config: DrawConfig, backbone: Backbone, sample: Sample) -> Figures:
     def rolled_out(inputs: Tensor) -> Tensor:
         rolled = torch.from_numpy(attribution.rollout(attribution.attentions(backbone, inputs)))[:, None]
-        maps = _as_map(_attention_by_patch(rolled, backbone), backbone)[:, 0]
+        maps = _attention_maps(rolled, backbone)[:, 0]
         return maps - maps.amin((1, 2), keepdim=True)  # remove the share that every patch gets
 
     maps, pixels, names = _over_batches(sample, rolled_out)

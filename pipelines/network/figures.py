@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from numpy.typing import NDArray
 
-from extract.analysis.network.ablation import Ablation, Effect
-from extract.analysis.network.activation_statistics import Statistics
+from extract.analysis.network.ablation import Ablation
 from extract.analysis.network.inspection import Inspection
 from extract.analysis.network.reports import TensorReport
-from pipelines.terminal.figures import COLOURS, drawable, new_figure, save_figure
+from pipelines.terminal.figures import COLOURS, add_matrix, drawable, new_figure, save_figure
 
 __all__ = [
     "CHANNELS_IN_A_ROW", "MOST_CHANNELS", "attention", "draw_ablation", "draw_inspection", "drawable_layer",
@@ -68,8 +68,8 @@ def _grid(rows: int, columns: int, title: str, tile_in: float = _TILE_IN) -> tup
     return figure, tiles
 
 
-def _show(tile: Any, pixels: Pixels, caption: str = "") -> None:
-    tile.imshow(pixels)
+def _show(tile: Any, pixels: NDArray[Any], caption: str = "", **how: Any) -> None:
+    tile.imshow(pixels, **how)
     tile.set_title(caption, fontsize=6.5, pad=2)
 
 
@@ -81,11 +81,10 @@ def _heat(tile: Any, values: Floats, pixels: Pixels, low: float, high: float, ca
     """Draw a map over its image; larger values are brighter."""
     height, width = pixels.shape[:2]
     tile.imshow(pixels, extent=(0, width, height, 0))
-    tile.imshow(
-        values, extent=(0, width, height, 0), cmap="inferno", alpha=0.6, vmin=low, vmax=high if high > low else low + 1,
-        interpolation="bilinear",
+    _show(
+        tile, values, caption, extent=(0, width, height, 0), cmap="inferno", alpha=0.6, vmin=low,
+        vmax=high if high > low else low + 1, interpolation="bilinear",
     )  # fmt: skip
-    tile.set_title(caption, fontsize=6.5, pad=2)
 
 
 def feature_maps(
@@ -111,14 +110,13 @@ def feature_maps(
         _show(tiles[row, 0], picture, _caption(names[row]))
         for place, (channel, constant) in enumerate(channels.items()):
             tile = (tiles[:, 1:] if len(maps) == 1 else tiles[row : row + 1, 1:]).flat[place]
-            if constant:
-                tile.imshow(np.full_like(image[..., place], 0.8), cmap="gray", vmin=0, vmax=1)
-            else:
-                tile.imshow(
-                    image[..., place], cmap="viridis", vmin=low[place], vmax=high[place], interpolation="nearest"
-                )
             values = "constant" if constant else f"{low[place]:.2g} to {high[place]:.2g}"
-            tile.set_title(f"channel {channel}: {values}" if row == 0 or len(maps) == 1 else "", fontsize=6.5, pad=2)
+            caption = f"channel {channel}: {values}" if row == 0 or len(maps) == 1 else ""
+            if constant:
+                _show(tile, np.full_like(image[..., place], 0.8), caption, cmap="gray", vmin=0, vmax=1)
+            else:
+                how = {"cmap": "viridis", "interpolation": "nearest"}
+                _show(tile, image[..., place], caption, vmin=low[place], vmax=high[place], **how)
     return figure
 
 
@@ -165,9 +163,8 @@ def attention(heads: Floats, pixels: Pixels, names: Sequence[str], title: str) -
         mean = maps.mean(0)
         _heat(tiles[row, 1], mean, picture, float(mean.min()), float(mean.max()), "mean of heads" if row == 0 else "")
         for head in range(shown):
-            tile = tiles[row, head + 2]
-            tile.imshow(maps[head], cmap="inferno", interpolation="nearest")
-            tile.set_title(f"head {head}" if row == 0 else "", fontsize=6.5, pad=2)
+            caption = f"head {head}" if row == 0 else ""
+            _show(tiles[row, head + 2], maps[head], caption, cmap="inferno", interpolation="nearest")
     return figure
 
 
@@ -186,17 +183,17 @@ def top_images(
     """
     title += f": largest values of each channel among {total:,} images; outlined: above half of them"
     figure, tiles = _grid(len(best), max(len(rows) for rows in best.values()), title)
-    for line, (channel, rows) in enumerate(best.items()):
-        place = list(best).index(channel)
+    for place, (channel, rows) in enumerate(best.items()):
         for column, row in enumerate(rows):
             maps, pixels = shown[row]
-            tile, values = tiles[line, column], maps[..., place]
+            tile, values = tiles[place, column], maps[..., place]
             height, width = pixels.shape[:2]
             low, high = float(values.min()), float(values.max())
             if high <= low:
                 continue
             share = (values - low) / (high - low)
-            tile.imshow(pixels, extent=(0, width, height, 0))
+            caption = f"channel {channel}: {high:.3g}" if column == 0 else f"{high:.3g}"
+            _show(tile, pixels, caption, extent=(0, width, height, 0))
             black = np.zeros((*values.shape, 4))
             black[..., 3] = _DARKEST * (1 - share)
             tile.imshow(black, extent=(0, width, height, 0), interpolation="bilinear")
@@ -204,7 +201,6 @@ def top_images(
                 y, x = ((np.arange(size) + 0.5) * length / size
                         for size, length in zip(values.shape, (height, width), strict=True))  # fmt: skip
                 tile.contour(x, y, share, [0.5], colors="white", linewidths=0.8)
-            tile.set_title(f"channel {channel}: {high:.3g}" if column == 0 else f"{high:.3g}", fontsize=6.5, pad=2)
     return figure
 
 
@@ -277,33 +273,33 @@ def _layers(inspection: Inspection) -> Figure:
     return figure
 
 
-def _density(statistics_by_layer: Sequence[tuple[str, Statistics]], *, own_scale: bool) -> Figure | None:
+def _density(inspection: Inspection, *, of_gradients: bool) -> Figure | None:
     """Draw histograms as rows of an image, darker where there are more values.
 
-    Args:
-        statistics_by_layer: name and statistics of each layer.
-        own_scale: whether each row spans minus to plus its own largest value (gradients differ by orders of
-            magnitude); otherwise all rows share a scale.
+    Each row of gradients, which differ by orders of magnitude, spans minus to plus its own largest value; rows of
+    activations share a scale.
     """
-    statistics_by_layer = [(name, numbers) for name, numbers in statistics_by_layer if numbers.total]
+    numbers_of = [(report.name, report.gradients if of_gradients else report.activations)
+                  for report in _tensors(inspection)]  # fmt: skip
+    statistics_by_layer = [(name, numbers) for name, numbers in numbers_of if numbers is not None and numbers.total]
     if not statistics_by_layer:
         return None
     reach = np.array([max(abs(n.quantile(_OUTER)), abs(n.quantile(1 - _OUTER))) for _, n in statistics_by_layer])
     reach = np.where(reach > 0, reach, 1.0)
-    if not own_scale:
+    if not of_gradients:
         reach = np.full(len(statistics_by_layer), np.quantile(reach, 0.9))
     rows = np.array([
         numbers.histogram(np.linspace(-far, far, _BINS + 1)) / numbers.total
         for (_, numbers), far in zip(statistics_by_layer, reach, strict=True)
     ])  # fmt: skip
     figure, (axes,) = _stacked(1, [name for name, _ in statistics_by_layer], 5.0)
-    far = 1.0 if own_scale else float(reach[0])
+    far = 1.0 if of_gradients else float(reach[0])
     image = axes.imshow(
         np.clip(rows, 1e-5, None), aspect="auto", extent=(-far, far, len(rows) - 0.5, -0.5), cmap="magma_r",
         norm=LogNorm(1e-5, 1), interpolation="nearest",
     )  # fmt: skip
     outside = float(1 - rows.sum(1).min())
-    if own_scale:
+    if of_gradients:
         label = f"value, relative to the {1 - _OUTER:.1%} quantile of its layer; larger ones are outside"
     elif outside > _OUTER:
         label = f"value; cut at ±{far:.3g}: at most {outside:.1%} of a layer's values lie outside"
@@ -312,16 +308,6 @@ def _density(statistics_by_layer: Sequence[tuple[str, Statistics]], *, own_scale
     axes.set_xlabel(label, fontsize=8)
     figure.colorbar(image, ax=axes, shrink=0.8, label="fraction of the values")
     return figure
-
-
-def _activations(inspection: Inspection) -> Figure | None:
-    statistics = [(report.name, report.activations) for report in _tensors(inspection)]
-    return _density(statistics, own_scale=False)
-
-
-def _gradients(inspection: Inspection) -> Figure | None:
-    statistics = [(report.name, report.gradients) for report in _tensors(inspection) if report.gradients is not None]
-    return _density(statistics, own_scale=True)
 
 
 def _gradient_flow(inspection: Inspection) -> Figure | None:
@@ -360,9 +346,9 @@ def _gradient_flow(inspection: Inspection) -> Figure | None:
 # File -> title, and what draws it.
 _PICTURES: dict[str, tuple[str, Callable[[Inspection], Figure | None]]] = {
     "layers": ("values of each layer, zeros and constant channels", _layers),
-    "activations": ("histograms of activations", _activations),
+    "activations": ("histograms of activations", partial(_density, of_gradients=False)),
     "gradient-flow": ("gradients of each layer and of its parameters", _gradient_flow),
-    "gradients": ("histograms of gradients", _gradients),
+    "gradients": ("histograms of gradients", partial(_density, of_gradients=True)),
 }
 
 
@@ -377,7 +363,10 @@ def draw_ablation(ablation: Ablation, title: str) -> Figure:
         size = (min(18.0, 8.0 + 0.5 * len(layers)), max(4.0, 2.2 + 0.22 * len(layers)))
         figure = Figure(figsize=size, layout="constrained")
         axes, matrix = figure.subplots(1, 2, width_ratios=[1.4, 1])
-        _later(figure, matrix, effects, layers)
+        table = np.array([[effect.later.get(name, np.nan) for name in layers] for effect in effects])
+        title_of_matrix = "cosine of later layers to their unedited values"
+        add_matrix(figure, matrix, table, [drawable_layer(name) for name in layers], title=title_of_matrix)
+        matrix.set_ylabel("edited")
     places = np.arange(len(effects))
     lines = {
         "cosine of the embedding, or output": [effect.cosine for effect in effects],
@@ -401,14 +390,3 @@ def draw_ablation(ablation: Ablation, title: str) -> Figure:
     axes.legend(frameon=False, fontsize=7)
     write_title(figure, title)
     return figure
-
-
-def _later(figure: Figure, axes: Any, effects: Sequence[Effect], layers: Sequence[str]) -> None:
-    table = np.array([[effect.later.get(name, np.nan) for name in layers] for effect in effects])
-    image = axes.imshow(table, cmap="magma", vmin=0, vmax=1)
-    names = [drawable_layer(name) for name in layers]
-    axes.set_xticks(range(len(layers)), names, rotation=60, ha="right", rotation_mode="anchor", fontsize=7)
-    axes.set_yticks(range(len(effects)), [drawable_layer(effect.target) for effect in effects], fontsize=7)
-    axes.set_ylabel("edited")
-    axes.set_title("cosine of later layers to their unedited values", fontsize=9)
-    figure.colorbar(image, ax=axes, shrink=0.7)

@@ -209,7 +209,7 @@ def _write_csv(path: Path, inspection: Inspection) -> None:
     with table_file(path) as write:
         write(columns)
         for line in lines:
-            write(["" if line.get(column) is None else line[column] for column in columns])
+            write([line.get(column) for column in columns])
 
 
 def print_inspection(inspected: InspectionResult, echo: Callable[[str], None]) -> None:
@@ -382,8 +382,7 @@ def _write_effects(path: Path, result: Ablation) -> None:
         for effect in result.effects:
             numbers = [effect.cosine, effect.same_class, effect.accuracy]
             numbers += [effect.later.get(name, math.nan) for name in later]
-            channel = "" if effect.channel is None else effect.channel
-            write([effect.layer, channel, *("" if math.isnan(number) else f"{number:.6g}" for number in numbers)])
+            write([effect.layer, effect.channel, *("" if math.isnan(each) else f"{each:.6g}" for each in numbers)])
 
 
 def print_ablated(ablated: AblationResult, echo: Callable[[str], None]) -> None:

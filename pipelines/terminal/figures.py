@@ -26,7 +26,7 @@ __all__ = [
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _LONGEST = 28  # characters of a name
 _WRITTEN = 16  # rows of a matrix up to which numbers are written into its cells
-_NAMED = 40  # rows up to which names stand beside it
+_NAMED = 40  # names beside it
 _CHARACTER = 0.5  # mean width in units of the size of the font
 
 
@@ -72,8 +72,7 @@ def _lines(figure: Figure, text: str, size: int) -> str:
 
 def matrix_inches(names: Sequence[str]) -> float:
     """Return the side of a plot whose names and numbers are readable."""
-    longest = max(map(len, names)) if len(names) <= _NAMED else 5
-    return min(11.0, 1.8 + 0.4 * len(names) + 0.05 * longest)
+    return min(11.0, 1.8 + 0.4 * len(names) + 0.05 * max(map(len, names)))
 
 
 def add_matrix(
@@ -86,7 +85,7 @@ def add_matrix(
         figure: the figure.
         axes: the plot.
         matrix: (N, N).
-        names: names of the columns, as `drawable` returns them; more than 40 are left out.
+        names: names of the columns, as `drawable` returns them; of more than 40, every second or third is written.
         title: title of the plot.
         form: format of the numbers; NaN is left out.
         colours: name of a colour map.
@@ -96,9 +95,10 @@ def add_matrix(
     least = min(0.0, float(np.nanmin(matrix, initial=0.0)))
     image = axes.imshow(matrix, cmap=colours, vmin=least, vmax=largest)
     axes.spines[["top", "right"]].set_visible(True)
-    if len(names) <= _NAMED:
-        axes.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
-        axes.set_yticks(range(len(names)), row_names or names, fontsize=8)
+    step = -(-len(names) // _NAMED)
+    places = range(0, len(names), step)
+    axes.set_xticks(places, names[::step], rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
+    axes.set_yticks(places, (row_names or names)[::step], fontsize=8)
     if len(names) <= _WRITTEN:
         for (row, column), value in np.ndenumerate(matrix):
             if not math.isnan(value):

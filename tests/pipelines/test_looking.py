@@ -178,7 +178,7 @@ def test_a_histogram_that_is_cut_says_where_and_how_much(tmp_path: Path, monkeyp
     net = nn.Sequential(*[nn.Tanh() for _ in range(19)], Wide())
     pictures = torch.randn(8, 3, 8, 8)
     inspection = inspect_model(net, [pictures])
-    figure = figures._activations(inspection)
+    figure = figures._density(inspection, of_gradients=False)
     far = figure.axes[0].get_xlim()[1]
     with torch.no_grad():
         outside = float((net(pictures).abs() > far).float().mean())
