@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
-from importlib import resources
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from extract.analysis.probe.metrics import LEVEL, metric_name
 from extract.credentials import without_credentials
 from extract.errors import InputError, LayertapError
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
-from extract.system.atomic_files import atomic_write, write_json
+from extract.system.atomic_files import write_json, write_whole
 from extract.system.json_files import read_json, without_nan
 from extract.system.optional_libraries import own_version
 from pipelines.compare.comparison import Compared, Comparison, Score, Task
 from pipelines.terminal.output_paths import check_folder
 from pipelines.terminal.page.assembly import assembled
-from pipelines.terminal.page.thumbnail_sheets import LARGEST_PX, ThumbnailSheets, thumbnail_sheets
+from pipelines.terminal.page.thumbnail_sheets import ThumbnailSheets, sheets_of_rows
 from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.tables import print_aligned, table_file
 from pipelines.terminal.text_output import printable
@@ -68,12 +66,12 @@ def write_results(comparison: Comparison, out: Path) -> list[Path]:
     write_json(out / _RESULTS, {"format": _FORMAT, "complete": True, **as_json(comparison)})
     written = [out / _RESULTS]
 
-    def write_table(name: str, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    def write_table(name: str, header: Sequence[str], rows: Iterable[list[Any]]) -> None:
         written.append(out / name)
         with table_file(written[-1]) as write:
             write([*header])
             for row in rows:
-                write([_cell(value) for value in row])
+                write(without_nan(row))
 
     lines = comparison.table
     columns = [name for name in lines[0] if name not in ("chosen_by", "distinguishable")]
@@ -96,10 +94,6 @@ def write_results(comparison: Comparison, out: Path) -> list[Path]:
         if out / name not in written:  # of an earlier run with other labels
             (out / name).unlink(missing_ok=True)
     return written
-
-
-def _cell(value: Any) -> Any:
-    return "" if value is None or (isinstance(value, float) and math.isnan(value)) else value
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
@@ -142,24 +136,21 @@ def write_page(comparison: Comparison, out: Path, images: str) -> Path:
         "title": printable(without_credentials(images).rstrip("/").rpartition("/")[2] or "images"),
         "written": datetime.now(UTC).isoformat(" ", "seconds"),
         "version": own_version(),
+        "notes": [*map(printable, _notes(comparison))],
         "about_thumbnails": "",
     }
     disputed = [image for task in data["tasks"] for image in task["disputed"]]
     for task in data["tasks"]:
         task["metric_name"] = metric_name(task["metric"]).capitalize()
-        data["notes"] += [note if comparison.only_task else f"{task['name']}: {note}" for note in task["notes"]]
     data["classes"] = []  # an image may have a class in each task
     data["rows"] = {image["row"]: [image["path"], -1, ""] for image in disputed}
-    data["thumbnails"] = ThumbnailSheets().as_json()
-    script = (resources.files("pipelines.compare") / "compare.js").read_text(encoding="utf-8")
+    data["thumbnails"] = vars(ThumbnailSheets())
+    page = partial(assembled, "comparison", data, "pipelines.compare", ["compare.js"])
     if disputed:
-        name = next(entry.name for entry in comparison.backbones if not entry.error)
-        sheets, data["about_thumbnails"] = _thumbnails(
-            comparison, out / name, images, _PAGE_BYTES - len(assembled("comparison", data, [script]))
-        )
-        data["thumbnails"] = sheets.as_json()
-    with atomic_write(path) as file:
-        file.write(assembled("comparison", data, [script]))
+        data_set, room = out / comparison.best.name, _PAGE_BYTES - len(page())
+        sheets, data["about_thumbnails"] = _thumbnails(comparison, data_set, images, room)
+        data["thumbnails"] = vars(sheets)
+    write_whole(path, page())
     return path
 
 
@@ -170,14 +161,7 @@ def _thumbnails(comparison: Comparison, data_set: Path, images: str, room: int) 
         source = Pictures(reader, DataSet.open(data_set).images["root"], rows, images)
         if source.why_not:
             return ThumbnailSheets(), printable(f"No pictures: {source.why_not}")
-
-        def pictures() -> Iterator[tuple[int, Image.Image]]:
-            for row in rows:
-                picture, _ = source.picture(row, LARGEST_PX)
-                if picture is not None:
-                    yield row, picture
-
-        return thumbnail_sheets(pictures(), len(rows), room), ""
+        return sheets_of_rows(source, rows, room)[0], ""
 
 
 def _printable(value: Any) -> Any:
@@ -212,11 +196,14 @@ def print_comparison(comparison: Comparison, echo: Callable[[str], None]) -> Non
         _print_meaning(comparison, echo)
     if comparison.no_similarity_reason:
         echo(f"features are not compared with each other: {printable(comparison.no_similarity_reason)}")
-    for note in comparison.notes:
+    for note in _notes(comparison):
         echo(f"  {printable(note)}")
-    for task in comparison.tasks:
-        for note in task.notes:
-            echo(f"  {printable(note if comparison.only_task else f'{task.name}: {note}')}")
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    of_tasks = [note if comparison.only_task else f"{task.name}: {note}" for task in comparison.tasks
+                for note in task.notes]  # fmt: skip
+    return comparison.notes + of_tasks
 
 
 def _heading(comparison: Comparison) -> str:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from extract import defaults
 from extract.errors import InputError
@@ -71,8 +72,6 @@ def compare(arguments: Arguments) -> Comparison:
     given, tasks = values_of(Arguments, arguments), arguments.tasks or {}
     if wrong := [name for name in tasks if "=" in name]:
         raise InputError(f"tasks: the name {wrong[0]!r} has the character =")
-    for name in ("backbones", "layers"):
-        given[name] = given[name] if isinstance(given[name], str) else list(given[name])
     given["images"] = os.fspath(arguments.images)
     given["labels"] = None if arguments.labels is None else os.fspath(arguments.labels)
     given["tasks"] = [f"{name}={os.fspath(file)}" for name, file in tasks.items()]
@@ -80,11 +79,7 @@ def compare(arguments: Arguments) -> Comparison:
     library("matplotlib", "figures", "layertap.compare")
     from pipelines.compare.job import compare as run_compare
 
-    comparison, _ = run_compare(checked(CompareConfig, given), _to_stderr if progress else None)
+    comparison, _ = run_compare(checked(CompareConfig, given), partial(print, file=sys.stderr) if progress else None)
     if comparison.signal:
         raise KeyboardInterrupt
     return comparison
-
-
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)

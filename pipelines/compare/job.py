@@ -31,7 +31,7 @@ from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.format.schemas import RUN
 from extract.store.reader import FeatureReader
-from extract.system.json_files import is_finite_number, read_json_lines
+from extract.system.json_files import is_finite_number, read_json_lines, without_nan
 from pipelines.compare.comparison import Compared, Comparison, Disputed, Score, Task
 from pipelines.compare.config import CompareConfig
 from pipelines.compare.files import check_out, mark_out, write_page, write_results
@@ -392,7 +392,7 @@ def _task(
     metric = next(iter(best.values())).result.primary
     scores = {}
     for backbone, feature in best.items():
-        estimate, chosen_by = feature.result.metrics[metric], _known(feature.result.validation)
+        estimate, chosen_by = feature.result.metrics[metric], without_nan(feature.result.validation)
         scores[backbone] = Score(feature.layer, estimate.value, estimate.low, estimate.high, chosen_by)
     ranked = sorted(names, key=lambda backbone: scores[backbone].value, reverse=True)
     rows, predicted = _on_common_images(outcome, {backbone: best[backbone] for backbone in ranked})
@@ -421,13 +421,9 @@ def _layer(feature: ProbedFeature) -> dict[str, Any]:
     estimate = result.metrics[result.primary]
     return {
         "backbone": feature.data_set, "layer": feature.layer, "value": estimate.value, "low": estimate.low,
-        "high": estimate.high, "chosen_by": _known(result.validation),
+        "high": estimate.high, "chosen_by": without_nan(result.validation),
         "chosen": {result.swept: result.chosen} if result.swept else {},
     }  # fmt: skip
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _on_common_images(outcome: ProbeRun, best: dict[str, ProbedFeature]) -> tuple[NDArray[np.int64], NDArray[np.str_]]:

@@ -19,7 +19,7 @@ __all__ = ["holds_columns", "print_aligned", "table_file"]
 def table_file(path: Path) -> Iterator[Callable[[list[Any]], Any]]:
     """Context manager: yield a function that writes one row of a CSV file. The file appears when it is complete.
 
-    Text that a spreadsheet or a terminal would run is escaped; see `extract.system.csv_cells`.
+    Text that a spreadsheet or a terminal would run is escaped; see `extract.system.csv_cells`. None is an empty cell.
     """
     with atomic_write(path) as file:
         # surrogateescape: file names may have undecodable bytes

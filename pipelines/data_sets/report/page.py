@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from importlib import resources
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from extract.analysis.feature_statistics import statistics_of
 from extract.analysis.probe.feature_matrix import FeatureRows
@@ -42,7 +40,7 @@ from extract.errors import InputError
 from extract.row_status import Status
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
-from extract.system.atomic_files import atomic_write, link_target
+from extract.system.atomic_files import link_target, write_whole
 from extract.system.optional_libraries import own_version
 from extract.system.urls import is_url
 from pipelines.data_sets.findings import as_base64, findings_by_pictures
@@ -50,7 +48,7 @@ from pipelines.data_sets.report.probe_results import Prediction, predictions_of,
 from pipelines.data_sets.show import describe, print_description
 from pipelines.terminal.output_paths import check_file
 from pipelines.terminal.page.assembly import assembled, is_page
-from pipelines.terminal.page.thumbnail_sheets import LARGEST_PX, ThumbnailSheets, thumbnail_sheets
+from pipelines.terminal.page.thumbnail_sheets import ThumbnailSheets, sheets_of_rows
 from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.text_output import data_set_name, printable
 
@@ -58,7 +56,6 @@ __all__ = ["run_report"]
 
 PAGE_BYTES = 10_000_000  # at most; thumbnails take the rest
 _KIND = "report"
-_SCRIPTS = ("map.js", "sections.js")  # joined in this order
 _MAPS = {"tsne": "t-SNE", "pca": "PCA", "umap": "UMAP"}
 _POINTS = 5000  # of the map; t-SNE takes about 25 s for this number
 _PRINCIPAL_ROWS = 100_000  # from which principal axes are computed
@@ -103,8 +100,6 @@ def run_report(
     check_file(output)
     if output.is_file() and not is_page(_KIND, output):
         raise InputError(f"{output} already exists and is not a layertap report", hint="name another file")
-    folder = resources.files("pipelines.data_sets.report")
-    scripts = [(folder / name).read_text(encoding="utf-8") for name in _SCRIPTS]
     say("reading the description")
     described = describe(out)
     dataset = DataSet.open(out)
@@ -113,10 +108,9 @@ def run_report(
         content.fill(maps, probe_results, images)
         content.list_rows()
         say("making thumbnails")
-        room = PAGE_BYTES - len(assembled(_KIND, content.data, scripts)) - 200_000  # for the list of the thumbnails
+        room = PAGE_BYTES - len(content.page()) - 200_000  # for the list of the thumbnails
         content.add_thumbnails(dataset.images["root"], images, thumbnails, room)
-    with atomic_write(written_to) as file:
-        file.write(assembled(_KIND, content.data, scripts))
+    write_whole(written_to, content.page())
     return output
 
 
@@ -148,6 +142,10 @@ class _ReportContent:
         self._predictions: dict[int, Prediction] = {}
         self.data: dict[str, Any] = {"notes": []}
         self._layer = self._layer_to_show(layer)
+
+    def page(self) -> bytes:
+        """Return the page with the content so far."""
+        return assembled(_KIND, self.data, "pipelines.data_sets.report", ["map.js", "sections.js"])
 
     def _layer_to_show(self, layer: str | None) -> str:
         layers = self._reader.layers
@@ -228,8 +226,8 @@ class _ReportContent:
             "saved": min(len(table), _SAVED),
         }  # fmt: skip
         for _, of_kind in groupby(listed, attrgetter("kind")):
-            self._request_thumbnails(found.row for found in [*of_kind][:_SHOWN])
-        self._list_rows(found.row for found in listed)
+            self._thumbnail_rows |= dict.fromkeys(found.row for found in [*of_kind][:_SHOWN])
+        self._listed_rows |= dict.fromkeys(found.row for found in listed)
 
     def _probes(self, probe_results: Sequence[Path]) -> None:
         """Fill in results of probes, and the images that one of them misclassified, most confident first."""
@@ -245,8 +243,8 @@ class _ReportContent:
         self.data["predictions"] = about | {
             "tested": len(self._predictions), "wrong": wrong[:_WRONG], "n_wrong": len(wrong),
         }  # fmt: skip
-        self._list_rows(wrong[:_WRONG])
-        self._request_thumbnails(wrong[:_WRONG_PICTURES])
+        self._listed_rows |= dict.fromkeys(wrong[:_WRONG])
+        self._thumbnail_rows |= dict.fromkeys(wrong[:_WRONG_PICTURES])
 
     def _similar_images(self) -> SimilarImages:
         self._say(f"searching neighbours by {self._layer}")
@@ -311,7 +309,7 @@ class _ReportContent:
             shown = [[hit, round(cosine, 4)] for hit, cosine in hits if hit >= 0]
             row = int(neighbours.queries[place])
             strips.append({"row": row, "hits": shown})
-            self._request_thumbnails([row, *(int(hit) for hit, _ in shown)])
+            self._thumbnail_rows |= dict.fromkeys([row, *(hit for hit, _ in shown)])
         return strips
 
     def _map(self, maps: Sequence[str]) -> None:
@@ -359,18 +357,11 @@ class _ReportContent:
             })  # fmt: skip
         self.data["layers"] = layers
 
-    def _request_thumbnails(self, rows: Iterable[int]) -> None:
-        self._thumbnail_rows |= dict.fromkeys(rows)
-
-    def _list_rows(self, rows: Iterable[int]) -> None:
-        self._listed_rows |= dict.fromkeys(rows)
-
     def list_rows(self) -> None:
         """Fill in the rows that the page names: row -> path, label, split, number, and prediction if there is one."""
         points = self.data.get("map", {}).get("rows", [])
-        self._list_rows(self._thumbnail_rows)
-        self._list_rows(points)
-        self._request_thumbnails(np.random.default_rng(self._seed).permutation(points).tolist())
+        self._listed_rows |= self._thumbnail_rows | dict.fromkeys(points)
+        self._thumbnail_rows |= dict.fromkeys(np.random.default_rng(self._seed).permutation(points).tolist())
         paths, labels, splits, numbers = (
             self._reader.paths, self._reader.labels, self._reader.splits, self._reader.rows,
         )  # fmt: skip
@@ -389,7 +380,7 @@ class _ReportContent:
             limit: maximum number of thumbnails.
             room: bytes for all thumbnails.
         """
-        self.data |= {"thumbnails": ThumbnailSheets().as_json(), "about_thumbnails": ""}
+        self.data |= {"thumbnails": vars(ThumbnailSheets()), "about_thumbnails": ""}
         rows = [row for row in self._thumbnail_rows if row not in self._failed]
         rows = rows[: min(limit, _URL_THUMBNAILS) if is_url(images or root) else limit]
         if not rows:
@@ -400,24 +391,14 @@ class _ReportContent:
             self._say(f"no thumbnails: {printable(source.why_not)}")
             self.data["about_thumbnails"] = printable(f"No thumbnails: {source.why_not}")
             return
-        missing: Counter[str] = Counter()
-
-        def pictures() -> Iterator[tuple[int, Image.Image]]:
-            for row in rows:
-                picture, why = source.tile(row, LARGEST_PX)
-                if picture is None:
-                    missing[why] += 1
-                else:
-                    yield row, picture
-
-        sheets = thumbnail_sheets(pictures(), len(rows), room)
+        sheets, missing = sheets_of_rows(source, rows, room)
         shown = len(sheets.tiles)
         about = f"{shown:,} of {len(self._good):,} images have a thumbnail on this page: the images in its lists, "
         about += "and as many randomly drawn points of the map as fit."
         if missing:
             why, count = missing.most_common(1)[0]
             about += f" {sum(missing.values()):,} have none because their picture is not available ({why}: {count:,})."
-        self.data["thumbnails"] = sheets.as_json()
+        self.data["thumbnails"] = vars(sheets)
         self.data["about_thumbnails"] = printable(about if shown < len(self._good) else "")
 
 

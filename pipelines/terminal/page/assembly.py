@@ -19,22 +19,26 @@ from extract.system.json_files import without_nan
 __all__ = ["assembled", "is_page"]
 
 
-def assembled(kind: str, data: dict[str, Any], scripts: Sequence[str]) -> bytes:
+def assembled(kind: str, data: dict[str, Any], room: str, scripts: Sequence[str]) -> bytes:
     """Return a page.
 
     Args:
         kind: what it is, such as "report".
         data: its content; `elements.js` says what the scripts of all pages need.
-        scripts: scripts that show the content, after `elements.js` and `charts.js`.
+        room: package with the scripts.
+        scripts: names of the scripts that show the content, after `elements.js` and `charts.js`.
     """
-    folder = resources.files("pipelines.terminal.page")
-    page, style = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css"))
-    shared = [(folder / name).read_text(encoding="utf-8") for name in ("elements.js", "charts.js")]
-    script = "".join([*shared, *scripts])
+    page, style, *shared = _texts("pipelines.terminal.page", ["page.html", "page.css", "elements.js", "charts.js"])
+    script = "".join([*shared, *_texts(room, scripts)])
+    sha256 = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
-        "KIND": kind, "SCRIPT": script, "STYLE": style, "HASH": f"'sha256-{_sha256(script)}'", "DATA": _as_data(data),
+        "KIND": kind, "SCRIPT": script, "STYLE": style, "HASH": f"'sha256-{sha256}'", "DATA": _as_data(data),
     }  # fmt: skip
     return _header(kind) + b"".join(_filled(page, parts))
+
+
+def _texts(room: str, names: Sequence[str]) -> list[str]:
+    return [(resources.files(room) / name).read_text(encoding="utf-8") for name in names]
 
 
 def is_page(kind: str, path: Path) -> bool:
@@ -52,10 +56,6 @@ def _filled(page: str, parts: dict[str, str]) -> Iterator[bytes]:
     """Yield the page with each `{{NAME}}` replaced; inserted text is not searched for further names."""
     for number, text in enumerate(page.replace("}}", "{{").split("{{")):
         yield (parts[text] if number % 2 else text).encode()
-
-
-def _sha256(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _as_data(data: dict[str, Any]) -> str:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import base64
 import io
 import itertools
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from PIL import Image
 
-__all__ = ["LARGEST_PX", "ThumbnailSheets", "thumbnail_sheets"]
+from pipelines.terminal.pictures import Pictures
+
+__all__ = ["LARGEST_PX", "ThumbnailSheets", "sheets_of_rows", "thumbnail_sheets"]
 
 LARGEST_PX = 192  # side of a tile; pictures are shown at 28 to 200 pixels
 _SIDES_PX = (192, 128, 96, 64, 48, 32)
@@ -40,10 +42,20 @@ class ThumbnailSheets:
     sheets: list[str] = field(default_factory=list)
     tiles: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the sheets as JSON-compatible data."""
-        return {"side": self.side, "columns": self.columns, "sheets": self.sheets,
-                "tiles": {str(row): list(tile) for row, tile in self.tiles.items()}}  # fmt: skip
+
+def sheets_of_rows(source: Pictures, rows: Sequence[int], room: int) -> tuple[ThumbnailSheets, Counter[str]]:
+    """Put the pictures of rows, the most important first, into sheets; also return why others are missing -> number."""
+    missing = Counter[str]()
+
+    def pictures() -> Iterator[tuple[int, Image.Image]]:
+        for row in rows:
+            picture, why = source.tile(row, LARGEST_PX)
+            if picture is None:
+                missing[why] += 1
+            else:
+                yield row, picture
+
+    return thumbnail_sheets(pictures(), len(rows), room), missing
 
 
 def thumbnail_sheets(pictures: Iterable[tuple[int, Image.Image]], count: int, room: int) -> ThumbnailSheets:
