@@ -7,8 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tqdm import tqdm
 
@@ -19,7 +18,7 @@ __all__ = ["Progress", "store_warnings_to"]
 _LINE_EVERY_S = 10.0
 
 
-class Progress:
+class Progress(contextlib.ExitStack):
     """Context manager: show the progress of a count.
 
     Args:
@@ -29,15 +28,17 @@ class Progress:
     """
 
     def __init__(self, total: int | None, unit: str = "images", *, shown: bool = True):
+        super().__init__()
         self._unit, self._shown = unit, shown
         self._total = total
         self._resumed = 0
         self._done = 0
         self._start = self._last_line = time.perf_counter()
         self._bar: Any = None
-        self._warnings = store_warnings_to(self.say)
+        self.enter_context(store_warnings_to(self.say))
         if shown and sys.stderr.isatty():
             self._bar = tqdm(total=total, unit=f" {unit}", dynamic_ncols=True, file=sys.stderr)
+            self.callback(self._bar.close)
 
     def expect(self, total: int) -> None:
         """Set the expected count if it was unknown, and begin to measure the rate."""
@@ -71,17 +72,6 @@ class Progress:
             self._bar.write(printable_lines(text), file=sys.stderr)
         elif self._shown:
             print_line(text, err=True)
-
-    def __enter__(self) -> Self:
-        self._warnings.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._warnings.__exit__(kind, error, traceback)
-        if self._bar is not None:
-            self._bar.close()
 
 
 @contextlib.contextmanager
