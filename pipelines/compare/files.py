@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
@@ -24,7 +23,7 @@ from pipelines.terminal.output_paths import check_folder
 from pipelines.terminal.page.assembly import assembled
 from pipelines.terminal.page.thumbnail_sheets import ThumbnailSheets, sheets_of_rows
 from pipelines.terminal.pictures import Pictures
-from pipelines.terminal.tables import print_aligned, table_file
+from pipelines.terminal.tables import numeral, print_aligned, table_file
 from pipelines.terminal.text_output import printable
 
 __all__ = ["as_json", "check_out", "mark_out", "print_comparison", "write_page", "write_results"]
@@ -185,7 +184,7 @@ def print_comparison(comparison: Comparison, echo: Callable[[str], None]) -> Non
         if not entry.error:
             rows.append([
                 printable(entry.name), printable(entry.layer), *_quality(comparison, entry), *_cost(entry),
-                _number(entry.effective_rank, ".1f"), _number(entry.alignment, ".2f"), printable(entry.licence or "-"),
+                numeral(entry.effective_rank, ".1f"), numeral(entry.alignment, ".2f"), printable(entry.licence or "-"),
             ])  # fmt: skip
     echo(_heading(comparison))
     print_aligned(rows, "<<" + ">" * len(labelled) + ">>>>>>><", echo)
@@ -239,7 +238,7 @@ def _quality(comparison: Comparison, entry: Compared) -> list[str]:
     p = "" if entry.p is None else f"{entry.p:.3f}" if entry.p >= 0.001 else "<0.001"
     if comparison.only_task is None:
         values = [100 * task.scores[entry.name].value for task in comparison.tasks]
-        return [_number(entry.rank, ".2f"), p or "best", *(f"{value:.1f} %" for value in values)]
+        return [numeral(entry.rank, ".2f"), p or "best", *(f"{value:.1f} %" for value in values)]
     interval = f"({100 * (entry.low or 0):.1f} to {100 * (entry.high or 0):.1f})"
     behind = "best" if entry.p is None else f"{100 * (entry.behind or 0):.1f}"
     return [f"{100 * (entry.value or 0):.1f} %", interval, behind, p]
@@ -249,8 +248,4 @@ def _cost(entry: Compared) -> list[str]:
     rate = entry.images_per_s
     hours = "-" if not rate else f"{1e6 / rate / 3600:.1f} h"
     millions = "-" if entry.parameters is None else f"{entry.parameters / 1e6:.1f} M"
-    return [_number(rate, ",.0f"), hours, millions, _number(entry.width, ",d"), _number(entry.row_bytes, ",d")]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None or math.isnan(value) else format(value, form)
+    return [numeral(rate, ",.0f"), hours, millions, numeral(entry.width, ",d"), numeral(entry.row_bytes, ",d")]

@@ -209,21 +209,19 @@ def _add_similarity(comparison: Comparison, good: Sequence[Compared], readers: d
     if len(features) > _MOST_COMPARED:
         features = [*best.values()]
         comparison.notes.append(f"{len(features)} best layers are compared with each other, not all layers")
-    widths = {feature: math.prod(readers[feature[0]][feature[1]].shape[1:]) for feature in features}
-    if wide := [f"{name}: {layer}" for (name, layer), width in widths.items() if width > MOST_COLUMNS]:
-        comparison.notes.append(f"too wide to be compared with other features: {', '.join(wide)}; pool them")
-        features = [feature for feature in features if widths[feature] <= MOST_COLUMNS]
-    rows = np.arange(len(next(iter(readers.values()))))
-    for reader in readers.values():
-        rows = np.intersect1d(rows, np.flatnonzero(reader.status == Status.OK))
-    arrays = [FeatureRows.of(readers[name][layer], rows) for name, layer in features]
+    rows = reduce(np.intersect1d, [np.flatnonzero(reader.status == Status.OK) for reader in readers.values()])
+    arrays = {(name, layer): FeatureRows.of(readers[name][layer], rows) for name, layer in features}
+    if wide := [feature for feature, array in arrays.items() if array.width > MOST_COLUMNS]:
+        names = ", ".join(f"{name}: {layer}" for name, layer in wide)
+        comparison.notes.append(f"too wide to be compared with other features: {names}; pool them")
+        arrays = {feature: array for feature, array in arrays.items() if feature not in wide}
     try:
-        comparison.similarity = feature_similarity(arrays, k=min(10, max(1, len(rows) - 1)))
+        comparison.similarity = feature_similarity([*arrays.values()], k=min(10, max(1, len(rows) - 1)))
     except LayertapError as error:
         comparison.no_similarity_reason = str(error)
         return
-    comparison.features = features
-    place = {feature: number for number, feature in enumerate(features)}
+    comparison.features = [*arrays]
+    place = {feature: number for number, feature in enumerate(arrays)}
     for entry in good:
         own = place.get(best[entry.name])
         others = [place[best[other.name]] for other in good if other is not entry and best[other.name] in place]

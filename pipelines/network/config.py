@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from extract.errors import InputError
-from pipelines.terminal.config import BackboneConfig
+from pipelines.terminal.config import BackboneConfig, split_numbers
 
 __all__ = ["AblateConfig", "DrawConfig", "InspectConfig", "LookConfig"]
 
@@ -20,10 +20,6 @@ def _sample(value: Any) -> int | None:
     if not re.fullmatch(r"[1-9]\d*", str(value), re.ASCII):
         raise ValueError("expected a number of images, or all")
     return int(value)
-
-
-def _split(value: Any) -> Any:
-    return value.split(",") if isinstance(value, str) else value
 
 
 SampleSize = Annotated[int | None, BeforeValidator(_sample)]
@@ -91,7 +87,7 @@ class DrawConfig(LookConfig):
         None, min_length=1, description="May be repeated; globs allowed. [default: the first or last suitable layer]"
     )
     sample: SampleSize = Field(9, description=_SAMPLE)
-    channels: Annotated[list[int] | None, BeforeValidator(_split)] = Field(
+    channels: Annotated[list[int] | None, BeforeValidator(split_numbers)] = Field(
         None, description="0,3,17: draw only these. [default: those that vary most]"
     )
     target: int | None = Field(None, ge=0, description="Class to explain. [default: the most likely of each image]")

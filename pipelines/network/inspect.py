@@ -37,7 +37,7 @@ from pipelines.network.image_sample import Sample, n_outputs, sample_of, targets
 from pipelines.terminal.backbone import backbone_of
 from pipelines.terminal.output_paths import PICTURES, check_file, check_folder
 from pipelines.terminal.progress import Progress
-from pipelines.terminal.tables import print_aligned, table_file
+from pipelines.terminal.tables import numeral, print_aligned, table_file
 from pipelines.terminal.text_output import SHOWN, counted, print_line
 
 __all__ = [
@@ -247,7 +247,7 @@ def _print_parameters(inspection: Inspection, echo: Callable[[str], None]) -> No
     rows = [["parameter", "norm", "grad norm", "grad/weight"]]
     for parameter in inspection.parameters:
         numbers = (parameter.norm, parameter.gradient_norm, parameter.gradient_to_weight)
-        rows.append([parameter.name, *(f"{value:.2e}" if math.isfinite(value) else "-" for value in numbers)])
+        rows.append([parameter.name, *(numeral(value, ".2e") for value in numbers)])
     print_aligned(rows, "<>>>", echo)
 
 
@@ -396,14 +396,10 @@ def print_ablated(ablated: AblationResult, echo: Callable[[str], None]) -> None:
     for effect in result.effects:
         following = next(iter(effect.later.items()), None)
         rows.append([
-            effect.target, _text(effect.cosine), _text(effect.same_class, ".1%"), _text(effect.accuracy, ".1%"),
-            f"{following[0]} {_text(following[1])}" if following else "-",
+            effect.target, numeral(effect.cosine, ".4f"), numeral(effect.same_class, ".1%"),
+            numeral(effect.accuracy, ".1%"), f"{following[0]} {numeral(following[1], '.4f')}" if following else "-",
         ])  # fmt: skip
     shown = [column for column in range(5) if any(row[column] != "-" for row in rows[1:])]
     print_aligned([[row[column] for column in shown] for row in rows], "".join("<>>><"[c] for c in shown), echo)
     if ablated.written:
         echo("written: " + ", ".join(map(str, ablated.written)))
-
-
-def _text(value: float, format_spec: str = ".4f") -> str:
-    return format(value, format_spec) if math.isfinite(value) else "-"

@@ -52,6 +52,7 @@ __all__ = [
     "load_config",
     "name_of",
     "read_yaml",
+    "split_numbers",
     "with_home",
 ]
 
@@ -105,6 +106,11 @@ else:
     ExtractionKeys = _keys(settings.ExtractionSettings)
 
 
+def split_numbers(value: Any) -> Any:
+    """Return the parts of text such as 0,3,17; other types are returned unchanged."""
+    return value.split(",") if isinstance(value, str) else value
+
+
 class BackboneConfig(BackboneKeys, DecodingKeys, BaseModel):
     """Images, backbone and preprocessing: the keys that all computing jobs share."""
 
@@ -121,10 +127,12 @@ class BackboneConfig(BackboneKeys, DecodingKeys, BaseModel):
     interpolation: Annotated[str | None, IMAGES] = Field(
         None, description="nearest, bilinear, bicubic, lanczos, box or hamming."
     )
-    mean: Annotated[list[float] | None, IMAGES] = Field(
+    mean: Annotated[list[float] | None, BeforeValidator(split_numbers), IMAGES] = Field(
         None, description="R,G,B to subtract from pixels scaled to 0..1."
     )
-    std: Annotated[list[float] | None, IMAGES] = Field(None, description="R,G,B to divide by afterwards.")
+    std: Annotated[list[float] | None, BeforeValidator(split_numbers), IMAGES] = Field(
+        None, description="R,G,B to divide by afterwards."
+    )
 
     @field_validator("images", "out", "without", mode="before", check_fields=False)
     @classmethod
@@ -157,11 +165,6 @@ class BackboneConfig(BackboneKeys, DecodingKeys, BaseModel):
         if value > _MOST_WORKERS:
             raise ValueError(f"expected at most {_MOST_WORKERS} processes on this machine; each takes some hundred MB")
         return value
-
-    @field_validator("mean", "std", mode="before")
-    @classmethod
-    def _split_numbers(cls, value: Any) -> Any:
-        return value.split(",") if isinstance(value, str) else value
 
     @property
     def preprocessing(self) -> dict[str, Any]:

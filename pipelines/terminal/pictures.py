@@ -119,11 +119,10 @@ class Pictures:
         if data is None:
             return None
         is_part = part_of(self._names[self._place[row]]) is not None
-        size = None if is_part else header_size(data, self._options.orientation)
-        if size is None:  # rows of arrays are not files
-            picture, _ = self.picture(row)
-            return None if picture is None else picture.size
-        return size
+        if not is_part and (size := header_size(data, self._options.orientation)):
+            return size
+        picture, _ = self.picture(row)  # rows of arrays are not files
+        return None if picture is None else picture.size
 
     def of_file(self, path: Path) -> Image.Image:
         """Return the picture of a file, or part of one, that is not in the data set, decoded as those of its rows.

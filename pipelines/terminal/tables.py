@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from extract.system.atomic_files import atomic_write
 from extract.system.csv_cells import safe_cell
 
-__all__ = ["holds_columns", "print_aligned", "table_file"]
+__all__ = ["holds_columns", "numeral", "print_aligned", "table_file"]
 
 
 @contextlib.contextmanager
@@ -38,6 +39,11 @@ def holds_columns(path: Path, columns: Sequence[str]) -> bool:
     except OSError:
         return False
     return f"{head},".startswith(",".join([*columns, ""]))
+
+
+def numeral(value: float | None, form: str) -> str:
+    """Return a number in a table on the terminal; "-" if it is not known or not finite."""
+    return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
 def print_aligned(rows: Sequence[Sequence[str]], align: str, echo: Callable[[str], None]) -> None:

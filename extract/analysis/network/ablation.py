@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from extract.analysis.network.plain_modules import as_backbone, pairs_of, scores_of, whole_layers
+from extract.compute.agreement import cosines
 from extract.compute.backbone import Backbone
 from extract.compute.feature_choice import EMBEDDING, Choice, Feature, choose_features
 from extract.errors import InputError
@@ -252,9 +252,8 @@ class _Totals:
         (values, classes), (unedited_values, unedited_classes) = result, unedited
         self.images += len(next(iter(values.values())))
         for name, value in values.items():
-            cosine = F.cosine_similarity(value.flatten(1).double(), unedited_values[name].flatten(1).double(), dim=1)
-            same = (value == unedited_values[name]).flatten(1).all(1)  # zero vectors too
-            self.cosines[name] = self.cosines.get(name, 0.0) + float(torch.where(same, 1.0, cosine).sum())
+            total = float(cosines(value.numpy(), unedited_values[name].numpy()).sum())
+            self.cosines[name] = self.cosines.get(name, 0.0) + total
         if classes is not None and unedited_classes is not None:
             self.same = (self.same or 0.0) + int((classes == unedited_classes).sum())
             if targets is not None:

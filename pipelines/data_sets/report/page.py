@@ -269,24 +269,23 @@ class _ReportContent:
         others: random images.
         """
         labels, queries, near = self._reader.labels, neighbours.queries, neighbours.near
-        labelled = (near.rows >= 0) & (labels[queries] >= 0)[:, None]
-        labelled &= labels[np.maximum(near.rows, 0)] >= 0
-        files = row_groups(self._reader)
-        labelled &= files[np.maximum(near.rows, 0)] != files[queries][:, None]  # parts of one file share their class
+        of_near, groups = np.where(near.rows >= 0, labels[near.rows], -1), row_groups(self._reader)
+        labelled = (labels[queries] >= 0)[:, None] & (of_near >= 0)
+        labelled &= groups[near.rows] != groups[queries][:, None]  # parts of one file share their class
         sizes = np.bincount(labels[labels >= 0]).astype(np.float64)
         pairs = (sizes * (sizes - 1)).sum()  # pairs of different images of a class
         if not labelled.any() or len(sizes) < 2 or not pairs:
             random = np.sort(np.random.default_rng(self._seed).permutation(len(queries))[:_RANDOM])
             self.data["alike"]["gallery"] = self._strips(neighbours, random.tolist())
             return
-        same = labelled & (labels[np.maximum(near.rows, 0)] == labels[queries][:, None])
+        same = labelled & (of_near == labels[queries][:, None])
         nearness = np.where(same, near.cosines, 0).sum(1)
         by_class = []
         for label in np.argsort(-sizes, kind="stable").tolist():
             of_class = np.flatnonzero((labels[queries] == label) & labelled.any(1))
             if not len(of_class):
                 continue
-            others = labels[near.rows[of_class]][labelled[of_class] & ~same[of_class]]
+            others = of_near[of_class][labelled[of_class] & ~same[of_class]]
             most = np.bincount(others).argmax() if len(others) else -1
             total = labelled[of_class].sum()
             by_class.append({
