@@ -25,7 +25,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -40,6 +40,7 @@ __all__ = [
     "Text",
     "check_shape",
     "is_finite_number",
+    "mapped",
     "parse_json",
     "read_json",
     "read_json_lines",
@@ -240,10 +241,15 @@ def _brief(value: Any) -> str:
     return json.dumps(value if not isinstance(value, str) else reprlib.repr(value)[1:-1])
 
 
+def mapped(content: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Return JSON-compatible data in which a function has replaced each value of a type, in objects and lists too."""
+    if isinstance(content, dict):
+        return {str(key): mapped(value, kind, change) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [mapped(value, kind, change) for value in content]
+    return change(content) if isinstance(content, kind) else content
+
+
 def without_nan(content: Any) -> Any:
     """Return JSON-compatible data with null in place of NaN and infinity, which JSON does not have."""
-    if isinstance(content, dict):
-        return {str(key): without_nan(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [without_nan(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+    return mapped(content, float, lambda value: value if math.isfinite(value) else None)

@@ -16,7 +16,7 @@ from extract.errors import InputError, LayertapError
 from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import write_json, write_whole
-from extract.system.json_files import read_json, without_nan
+from extract.system.json_files import mapped, read_json, without_nan
 from extract.system.optional_libraries import own_version
 from pipelines.compare.comparison import Compared, Comparison, Score, Task
 from pipelines.terminal.output_paths import check_folder
@@ -113,8 +113,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
             "k": similarity.k, "mutual_knn_images": similarity.knn_rows,
             "rsa_images": similarity.rsa_rows,
         }  # fmt: skip
-    result: dict[str, Any] = without_nan(content)
-    return result
+    return without_nan(content)  # type: ignore[no-any-return]
 
 
 def _task_as_json(task: Task) -> dict[str, Any]:
@@ -131,7 +130,7 @@ def write_page(comparison: Comparison, out: Path, images: str) -> Path:
         images: location of the images.
     """
     path = out / "compare.html"
-    data: dict[str, Any] = _printable(as_json(comparison)) | {
+    data: dict[str, Any] = mapped(as_json(comparison), str, printable) | {
         "title": printable(without_credentials(images).rstrip("/").rpartition("/")[2] or "images"),
         "written": datetime.now(UTC).isoformat(" ", "seconds"),
         "version": own_version(),
@@ -161,15 +160,6 @@ def _thumbnails(comparison: Comparison, data_set: Path, images: str, room: int) 
         if source.why_not:
             return ThumbnailSheets(), printable(f"No pictures: {source.why_not}")
         return sheets_of_rows(source, rows, room)[0], ""
-
-
-def _printable(value: Any) -> Any:
-    """Return JSON-compatible data in which all texts can be printed."""
-    if isinstance(value, dict):
-        return {key: _printable(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_printable(item) for item in value]
-    return printable(value) if isinstance(value, str) else value
 
 
 def print_comparison(comparison: Comparison, echo: Callable[[str], None]) -> None:

@@ -80,9 +80,8 @@ def _draw_tile(axes: Any, picture: Image.Image | None, instead: str, caption: li
         text = textwrap.shorten(instead, 200, placeholder="…")
         axes.text(0.5, 0.5, "\n".join(map(drawable, textwrap.wrap(text, 22))), ha="center", va="center", fontsize=8)
     else:
-        small = picture.copy()
-        small.thumbnail((_SIDE_PX, _SIDE_PX))
-        axes.imshow(np.asarray(small))
-        side, middle = max(small.size) / 2, (small.width / 2, small.height / 2)  # squares, so that pictures align
+        picture.thumbnail((_SIDE_PX, _SIDE_PX))
+        axes.imshow(np.asarray(picture))
+        side, middle = max(picture.size) / 2, (picture.width / 2, picture.height / 2)  # squares: pictures align
         axes.set(xlim=(middle[0] - side, middle[0] + side), ylim=(middle[1] + side, middle[1] - side))
     axes.set_title("\n".join(caption), fontsize=7.5, fontweight=weight)

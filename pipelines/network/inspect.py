@@ -154,7 +154,7 @@ def as_json(inspected: InspectionResult) -> dict[str, Any]:
     """Return the result as JSON-compatible data; numbers that are missing or not finite become None."""
     inspection = inspected.inspection
     columns = ("name", "layer", "trainable", "norm", "gradient_norm", "gradient_to_weight")
-    content: dict[str, Any] = without_nan(
+    return without_nan(  # type: ignore[no-any-return]
         {
             "backbone": inspected.backbone,
             "images": inspected.images[0],
@@ -169,7 +169,6 @@ def as_json(inspected: InspectionResult) -> dict[str, Any]:
             "never_ran": inspection.never_ran,
         }
     )
-    return content
 
 
 def _table_row(report: TensorReport) -> dict[str, Any]:
@@ -199,8 +198,7 @@ def _table_row(report: TensorReport) -> dict[str, Any]:
             "gradient_std": gradients.std,
             "gradient_zeros": gradients.zeros,
         }
-    row: dict[str, Any] = without_nan(line)
-    return row
+    return without_nan(line)  # type: ignore[no-any-return]
 
 
 def _write_csv(path: Path, inspection: Inspection) -> None:
@@ -361,7 +359,7 @@ def _channels(config: AblateConfig, backbone: Backbone, layers: Sequence[str]) -
 def ablation_as_json(ablated: AblationResult) -> dict[str, Any]:
     """Return the result as JSON-compatible data; missing numbers become None."""
     result = ablated.ablation
-    content: dict[str, Any] = without_nan(
+    return without_nan(  # type: ignore[no-any-return]
         {
             "backbone": ablated.backbone,
             "edit": ablated.edit,
@@ -372,7 +370,6 @@ def ablation_as_json(ablated: AblationResult) -> dict[str, Any]:
             "effects": [asdict(effect) for effect in result.effects],
         }
     )
-    return content
 
 
 def _write_effects(path: Path, result: Ablation) -> None:

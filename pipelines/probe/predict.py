@@ -32,7 +32,7 @@ from extract.store.reader import FeatureReader
 from extract.store.tokens.token_array import TokenArray
 from extract.system.atomic_files import atomic_write, link_target, own_folder, temporary_folder
 from pipelines.probe.report import answer
-from pipelines.terminal.output_paths import check_folder
+from pipelines.terminal.output_paths import check_file, check_folder
 from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.progress import Progress
 from pipelines.terminal.tables import holds_columns, table_file
@@ -91,11 +91,8 @@ def run_predict(
         write = partial(_predict_pixels, predicted=pixels, images=pictures)
     elif output.is_file() and not holds_columns(output, [*_HEAD, "predicted"]):
         raise InputError(f"{output} already exists and holds no predictions", hint="name another file")
-    elif output.is_dir():
-        raise InputError(f"{output} cannot be written: it is a folder")
-    if not output.parent.is_dir():
-        raise InputError(f"{output} cannot be written: no such folder")
-    check_folder(output if output.is_dir() else link_target(output).parent)
+    check = check_folder if pixels is not None and output.is_dir() else check_file
+    check(output)
     if (Path(images) / "dataset.json").is_file():
         dataset = DataSet.open(Path(images))
         return write(probe, Path(images), _same_features(path, described, fitted_on, dataset, images), output)

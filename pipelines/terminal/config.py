@@ -35,6 +35,7 @@ from extract.credentials import without_credentials
 from extract.errors import InputError, first_line, unknown_name
 from extract.extraction import settings
 from extract.extraction.settings import BACKBONE, IMAGES
+from extract.system.json_files import mapped
 from extract.system.similar_paths import did_you_mean
 from pipelines.terminal.commands import GONE_OPTIONS
 
@@ -330,7 +331,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
         if not isinstance(content, dict):
             raise InputError(f"config file {path} has no keys; expected lines such as `images: photos`")
-        values: dict[str, Any] = _with_homes(content)
+        values: dict[str, Any] = mapped(content, str, with_home)
     except OSError as error:
         reason, hint = error.strerror, did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
         if isinstance(error, IsADirectoryError):
@@ -360,12 +361,3 @@ def with_home(text: str) -> str:
     if text != "~" and not text.startswith("~/"):
         return text
     return os.path.expanduser(text)  # noqa: PTH111  Path would drop a final slash
-
-
-def _with_homes(value: Any) -> Any:
-    """Return a value of a config file, in which every text is expanded by `with_home`."""
-    if isinstance(value, dict):
-        return {name: _with_homes(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_with_homes(item) for item in value]
-    return with_home(value) if isinstance(value, str) else value

@@ -105,8 +105,6 @@ def _sheet(pictures: list[tuple[int, Image.Image]], side: int) -> str:
 
 
 def _shrunk(picture: Image.Image, side: int) -> Image.Image:
-    if max(picture.size) <= side:
-        return picture
     small = picture.copy()
     small.thumbnail((side, side))
     return small
