@@ -55,7 +55,7 @@ def demo(ctx: click.Context, out: Path) -> None:
     """
     for module in ("sklearn", "threadpoolctl", "matplotlib"):
         library(module, "demo", "layertap demo")
-    from pipelines.data_sets.report import run_report
+    from pipelines.data_sets.report.page import run_report
     from pipelines.embed.job import embed, print_summary
     from pipelines.probe.report import print_outcome, probe_and_write
 

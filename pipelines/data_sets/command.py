@@ -112,7 +112,7 @@ def report(out: Path, **settings: Any) -> None:
     for method, module in (("tsne", "sklearn"), ("tsne", "threadpoolctl"), ("umap", "umap")):
         if method in settings["maps"]:
             library(module, "umap" if method == "umap" else "report", f"layertap report with --map {method}")
-    from pipelines.data_sets.report import run_report
+    from pipelines.data_sets.report.page import run_report
 
     written = run_report(out, say=lambda text: print_line(text, err=True), **settings)
     print_line(f"{written}, {written.stat().st_size / 1e6:.1f} MB; open it in a browser")

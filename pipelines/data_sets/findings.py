@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import functools
 import io
@@ -19,12 +18,13 @@ from extract.store.places.destination import data_set_at
 from extract.store.reader import FeatureReader, as_utf8
 from extract.system.atomic_files import link_target, write_whole
 from extract.system.csv_cells import safe_cell
+from extract.system.json_files import mapped
 from extract.system.optional_libraries import library
 from pipelines.terminal.output_paths import check_file
 from pipelines.terminal.pictures import Pictures
 from pipelines.terminal.text_output import SHOWN, counted, printable
 
-__all__ = ["as_base64", "as_json", "findings_by_pictures", "print_findings", "run_findings"]
+__all__ = ["as_csv", "as_json", "findings_by_pictures", "print_findings", "run_findings"]
 
 
 _COLUMNS = tuple(column.name for column in fields(Finding))
@@ -86,12 +86,8 @@ def as_json(table: Sequence[Finding]) -> list[dict[str, object]]:
     return [asdict(found) for found in table]
 
 
-def as_base64(table: Sequence[Finding]) -> str:
-    """Return the CSV file of the findings in base64."""
-    return base64.b64encode(_csv(table)).decode()
-
-
-def _csv(table: Sequence[Finding]) -> bytes:
+def as_csv(table: Sequence[Finding]) -> bytes:
+    """Return the CSV file of the findings."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(map(safe_cell, line) for line in [_COLUMNS, *map(astuple, table)])
     return text.getvalue().encode(errors="surrogateescape")
@@ -106,15 +102,11 @@ def _parquet(table: Sequence[Finding]) -> bytes:
     kinds = {"row": arrow.int64(), "score": arrow.float64(), "group": arrow.int64(), "keep": arrow.bool_()}
     schema = arrow.schema([(name, kinds.get(name, arrow.string())) for name in _COLUMNS])
     file = io.BytesIO()
-    lines = [
-        {name: as_utf8(value) if isinstance(value, str) else value for name, value in asdict(found).items()}
-        for found in table
-    ]
-    parquet.write_table(arrow.Table.from_pylist(lines, schema), file)
+    parquet.write_table(arrow.Table.from_pylist(mapped(as_json(table), str, as_utf8), schema), file)
     return file.getvalue()
 
 
-_WRITERS = {".csv": _csv, ".json": _json, ".parquet": _parquet}
+_WRITERS = {".csv": as_csv, ".json": _json, ".parquet": _parquet}
 
 
 def print_findings(table: Sequence[Finding], echo: Callable[[str], None]) -> None:

@@ -210,10 +210,9 @@ def draw_inspection(inspection: Inspection, backbone: str, folder: Path, suffix:
     Args:
         inspection: result with or without gradients.
         backbone: spec of the backbone, for the titles.
-        folder: created if it does not exist.
+        folder: where they are written; it exists.
         suffix: png, svg or pdf.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, (title, picture) in _PICTURES.items():
         figure = picture(inspection)

@@ -194,19 +194,17 @@ def _read_pixels(path: Path, kinds: str, expected: str) -> NDArray[Any]:
     return array
 
 
-def _check_size(name: str, shape: tuple[int, ...], size: tuple[int, int] | None) -> None:
+def _check_size(name: str, shape: tuple[int, ...], size: tuple[int, int]) -> None:
     """Check that a file has the aspect ratio of its picture within a pixel; it may be smaller or larger.
 
     Args:
         name: name of the file.
         shape: (H, W) of the file.
-        size: (width, height) of the picture; None: not known.
+        size: (width, height) of the picture.
 
     Raises:
         InputError: it has another.
     """
-    if size is None:
-        return
     (height, width), (picture_width, picture_height) = shape, size
     if abs(width * picture_height - height * picture_width) > max(picture_width, picture_height):
         turned = "; are the pixels stored in another orientation?" if (height, width) == size else ""
@@ -236,7 +234,8 @@ def examine(
     for row, name in names.items():
         has_value = files.examine(row)
         height, width = has_value.shape
-        _check_size(name, (height, width), pictures.size(row))
+        if (size := pictures.size(row)) is not None:
+            _check_size(name, (height, width), size)
         left, top, right, bottom = (max(0, round(edge)) for edge in tokens.window((width, height)))
         of_image = int(has_value.sum())
         outside = of_image - int(has_value[top:bottom, left:right].sum())

@@ -85,7 +85,7 @@ def add_matrix(
         figure: the figure.
         axes: the plot.
         matrix: (N, N).
-        names: names of the columns, as `drawable` returns them; of more than 40, every second or third is written.
+        names: names of the columns, as `drawable` returns them; of more than 40, some are written, at equal steps.
         title: title of the plot.
         form: format of the numbers; NaN is left out.
         colours: name of a colour map.

@@ -367,7 +367,7 @@ def test_memory_does_not_grow_with_the_number_of_images(tmp_path: Path) -> None:
     for rows in (10_000, 50_000):
         out = made(tmp_path / str(rows), rows, 1024, 10)
         code = (
-            "import re, sys; from pathlib import Path; from pipelines.data_sets.report import run_report\n"
+            "import re, sys; from pathlib import Path; from pipelines.data_sets.report.page import run_report\n"
             "run_report(Path(sys.argv[1]), maps=['pca'])\n"
             "print(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])"
         )

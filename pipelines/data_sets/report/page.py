@@ -7,6 +7,7 @@ and drew no pictures as points.
 
 from __future__ import annotations
 
+import base64
 import functools
 import math
 from collections import Counter
@@ -43,7 +44,7 @@ from extract.store.reader import FeatureReader
 from extract.system.atomic_files import link_target, write_whole
 from extract.system.optional_libraries import own_version
 from extract.system.urls import is_url
-from pipelines.data_sets.findings import as_base64, findings_by_pictures
+from pipelines.data_sets.findings import as_csv, findings_by_pictures
 from pipelines.data_sets.report.probe_results import Prediction, predictions_of, probes
 from pipelines.data_sets.show import describe, print_description
 from pipelines.terminal.output_paths import check_file
@@ -222,7 +223,7 @@ class _ReportContent:
                  found.group, found.keep, printable(found.suggested)]
                 for found in listed
             ],
-            "csv": as_base64(table[:_SAVED]),
+            "csv": base64.b64encode(as_csv(table[:_SAVED])).decode(),
             "saved": min(len(table), _SAVED),
         }  # fmt: skip
         for _, of_kind in groupby(listed, attrgetter("kind")):
