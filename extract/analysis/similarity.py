@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from extract.analysis.probe.metrics import ranks_of
 from extract.analysis.probe.nearest_rows import nearest, overlap
 from extract.errors import InputError
 from extract.system.dissimilarities import dissimilarities
+from extract.system.free_memory import free_bytes
 
 __all__ = [
     "MOST_COLUMNS", "Alikeness", "FeatureSimilarity", "alikeness", "feature_similarity", "linear_cka", "rsa",
@@ -81,16 +81,12 @@ def feature_similarity(
             not below the number of images.
     """
     rows = _same_images(features)
-    count = len(rows[0])
-    if wide := [feature.width for feature in rows if is_too_wide(count, feature.width, memory_bytes)]:
-        raise InputError(
-            f"a feature has {wide[0]:,} values for an image; expected at most {MOST_COLUMNS:,}", hint="pool the layer"
-        )
+    count, rotated = len(rows[0]), [_in_few_columns(each, memory_bytes) for each in rows]
     draw = np.random.default_rng(seed).permutation(count)
     of_knn, of_rsa = (np.sort(draw[:most]) for most in (_KNN_ROWS, _RSA_ROWS))
     if not 1 <= k < len(of_knn):
         raise InputError(f"k is {k}; expected 1 to {len(of_knn) - 1}")
-    cka, procrustes, effective_rank = _products([_in_few_columns(each, memory_bytes) for each in rows], memory_bytes)
+    cka, procrustes, effective_rank = _products(rotated, memory_bytes)
     shared = mutual_knn((feature.subset(of_knn).between(0, len(of_knn)) for feature in rows), k, memory_bytes)
     distances = [_ranked_distances(feature.subset(of_rsa)) for feature in rows]
     rsa = _symmetric(len(rows), lambda i, j: _correlation(distances[i], distances[j]))
@@ -135,17 +131,17 @@ def linear_cka(x: Source | FeatureRows, y: Source | FeatureRows) -> float:
 
     It is 1 if one feature is a rotated and scaled copy of the other. Kornblith et al. 2019, with the unbiased HSIC
     estimator of Song et al. 2012 (as in Nguyen, Raghu and Kornblith 2021): unrelated features give 0 even with more
-    columns than rows. The result may be slightly negative. Features with more values than images are held in memory,
-    three times in double precision.
+    columns than rows. The result may be slightly negative. Of features with more values than images, 24 * N * D bytes
+    must fit into half of the free memory, unless D is up to 16,384.
 
     Args:
         x: (N, D), or (N, *shape).
         y: (N, E): the same images in the same order.
 
     Raises:
-        InputError: the numbers of rows differ, or are below 4.
+        InputError: the numbers of rows differ, or are below 4; or a feature is too wide.
     """
-    rows = [_in_few_columns(each, sys.maxsize) for each in _same_images([x, y])]
+    rows = [_in_few_columns(each, free_bytes() // 2) for each in _same_images([x, y])]
     means = [mean_of(each) for each in rows]
     between, of_x, of_y = (_product(rows, means, pair, MEMORY_BYTES)[1] for pair in ((0, 1), (0, 0), (1, 1)))
     scale = math.sqrt(max(0.0, of_x) * max(0.0, of_y))
@@ -202,7 +198,14 @@ def _is_rotated(count: int, width: int, memory_bytes: int) -> bool:
 
 
 def _in_few_columns(rows: FeatureRows, memory_bytes: int) -> FeatureRows:
-    """Return rows with at most as many columns as rows, rotated: a rotation changes no measure."""
+    """Return rows with at most as many columns as rows, rotated: a rotation changes no measure.
+
+    Raises:
+        InputError: they are too wide.
+    """
+    if is_too_wide(len(rows), rows.width, memory_bytes):
+        found = f"a feature has {rows.width:,} values for an image; expected at most {MOST_COLUMNS:,}"
+        raise InputError(found, hint="pool the layer")
     if not _is_rotated(len(rows), rows.width, memory_bytes):
         return rows
     centred = rows.between(0, len(rows)) - mean_of(rows)

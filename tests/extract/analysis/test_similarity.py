@@ -214,3 +214,11 @@ def test_t_sne_keeps_groups_apart() -> None:
     spread = max(points[::2].std(0).max(), points[1::2].std(0).max())
     assert np.linalg.norm(middles[0] - middles[1]) > 2 * spread
     assert tsne(FeatureRows.of(values[:3])).shape == (3, 2)
+
+
+def test_cka_of_features_that_the_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = np.random.default_rng(0).normal(size=(5, module.MOST_COLUMNS + 1)).astype(np.float32)
+    assert linear_cka(wide, wide) == pytest.approx(1)
+    monkeypatch.setattr(module, "free_bytes", lambda: 1 << 20)
+    with pytest.raises(InputError, match="a feature has 16,385 values for an image; expected at most 16,384"):
+        linear_cka(wide, wide[:, :3])
