@@ -15,7 +15,7 @@ from extract.images.pyramids import Pyramid, is_read_in_regions, open_pyramid
 from extract.images.sources import ImageSource, OnDisk, PackedNames, Whole, suffix_of
 from extract.images.videos import Video
 
-__all__ = ["Parts", "source_of"]
+__all__ = ["Parts", "hash_with_other_files", "source_of"]
 
 _OF_SEVERAL_FILES = (".mrxs", ".vms", ".vmu")  # slides whose pixels are in other files, which `identity` tells apart
 
@@ -171,14 +171,25 @@ class Parts(ImageSource):
         hashed, digest = self._hashed  # which another thread may set
         if hashed is not data:
             digest = self._files.content_hash(row, data)
-            if isinstance(data, OnDisk) and data.path.lower().endswith(_OF_SEVERAL_FILES):
-                digest = xxhash.xxh3_128_digest(digest + self.pyramid(data).identity.encode())
+            if isinstance(data, OnDisk):
+                digest = hash_with_other_files(data.path, digest, lambda: self.pyramid(data))
             self._hashed = data, digest
         return part_hash(digest, fragment_of(self._names[row]).encode())
 
     def check_there(self) -> None:
         """See `ImageSource`."""
         self._files.check_there()
+
+
+def hash_with_other_files(path: str, digest: bytes, pyramid: Callable[[], Pyramid]) -> bytes:
+    """Return the hash of a file, given that of its bytes; of a slide in several files, of its pixels too.
+
+    Raises:
+        LayertapError, ValueError: the slide cannot be opened.
+    """
+    if not path.lower().endswith(_OF_SEVERAL_FILES):
+        return digest
+    return xxhash.xxh3_128_digest(digest + pyramid().identity.encode())
 
 
 def _note(window: Window, size: tuple[int, int]) -> str:

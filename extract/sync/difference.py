@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 from extract.errors import InputError
 from extract.images.image_list import Images
 from extract.images.part_names import file_of, part_hash
-from extract.images.sources import TooLargeError, check_file_size
+from extract.images.part_source import hash_with_other_files
+from extract.images.pyramids import open_pyramid
+from extract.images.sources import OnDisk, TooLargeError, check_file_size
 from extract.row_status import Status
 from extract.sync.records import NO_HASH, Records, locate
 from extract.sync.scan import NO_FILE, ScannedFile
@@ -361,12 +363,14 @@ def _hashes_of(root: str, files: Sequence[ScannedFile], is_limited: bool = False
 
 
 def _hash_of(root: str, file: ScannedFile, is_limited: bool) -> bytes | None:
+    path = os.path.join(root, os.fsdecode(file.path))  # noqa: PTH118
     try:
         check_file_size(file.size if is_limited else 0)
-        with os.fdopen(open_regular(Path(root, os.fsdecode(file.path))), "rb", buffering=0) as opened:
-            digest = hashlib.file_digest(opened, xxhash.xxh3_128)
+        with os.fdopen(open_regular(Path(path)), "rb", buffering=0) as opened:
+            of_bytes = hashlib.file_digest(opened, xxhash.xxh3_128).digest()
+            digest = hash_with_other_files(path, of_bytes, lambda: open_pyramid(OnDisk(path)))
             file_stat = os.fstat(opened.fileno())  # after the last byte, so that it shows every change before that
-    except (InputError, OSError, TooLargeError):
+    except (InputError, OSError, TooLargeError, ValueError):
         return None
     changed = (file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns) != file[1:]
-    return MOVED if changed else digest.digest()
+    return MOVED if changed else digest

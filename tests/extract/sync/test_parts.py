@@ -28,6 +28,7 @@ from extract.store.verify import repair, verify
 from extract.sync.compaction import compact
 from extract.sync.difference import Guards, Report
 from extract.sync.passes import VanishedError
+from extract.sync.records import Records
 from tests.extract.sync.tiny import one_pass, picture, planner, same_as_fresh
 
 TILES = ExtractionSettings(tiles=4, overlap=0.25, content=0.05)
@@ -291,6 +292,7 @@ def test_rows_of_broken_and_unreadable_files(home: Home) -> None:
     assert home.sync().unchanged == 8
     assert (home.sync().unchanged, home.planned) == (8, [])
     home.write("a/broken.ppm", picture(60))
+    assert home.sync(dry_run=True).changed == 1
     assert (home.sync().changed, home.files_planned) == (1, ["a/broken.ppm"])
     home.check()
     (home.root / "b/1.ppm").rename(home.root / "b/6.ppm")
@@ -360,6 +362,9 @@ def test_frames_are_those_of_the_videos_that_are_there_and_a_broken_one_is_a_row
     (home.root / "cat/a.mp4").rename(home.root / "a.mp4")
     assert (home.sync().renamed, home.planned) == (1, [])
     home.check()
+    os.mkfifo(home.root / "pipe.mp4")
+    assert (home.sync().failed, home.planned) == (1, ["pipe.mp4"])  # which is not waited for
+    home.check()
 
 
 def test_slides_that_are_read_in_regions_and_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,3 +392,27 @@ def test_slides_that_are_read_in_regions_and_views(tmp_path: Path, monkeypatch: 
     views.write("a.ppm", picture(0))
     assert views.sync().rows == 2
     views.check()
+
+
+def test_parts_of_files_below_a_path() -> None:
+    names = [b"a", b"a.ppm#xywh=0,0,4,4", b"a/x.ppm#xywh=0,0,4,4", b"a#xywh=0,0,4,4", b"a#b.ppm#xywh=0,0,4,4", b"b/a"]
+    records = Records(np.zeros(len(names), [("path", "S30")]), parts={"tiles": 4})
+    records.array["path"] = names
+    assert records.below(b"a").tolist() == [True, False, True, True, False, False]
+    assert records.below(b"a.ppm").tolist() == [False, True, False, False, False, False]
+
+
+def test_a_slide_in_several_files_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openslide")
+    tiles = pytest.importorskip("tests.extract.images.parts.test_tiles")
+    monkeypatch.setattr(part_source, "_OF_SEVERAL_FILES", (".svs",))  # as if the pixels of this one were elsewhere
+    home = Home(tmp_path, ExtractionSettings(tiles=64))
+    noise = np.random.default_rng(0).integers(0, 256, (128, 256, 3)).astype(np.uint8)
+    home.write("a.svs", tiles.pyramid_of([noise, noise[::2, ::2]], in_one_chain=True))
+    home.plan_for = planner()
+    calls = iter([False])
+    assert home.sync(stop=lambda: next(calls, True)).stopped
+    assert 0 < home.sync().computed < 8
+    (home.root / "a.svs").rename(home.root / "b.svs")
+    assert (home.sync().renamed, home.planned) == (1, [])
+    home.check()
