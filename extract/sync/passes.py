@@ -362,14 +362,14 @@ class Pass:
         for _, file in found.todo if self.dry_run else ():
             hashes[file.path].add(b"")  # not known
         n_emptied = 0
-        for file, old, _ in examined:
+        for file, old, is_unchanged in examined:
             if (new := hashes.get(file.path)) is None:
                 n_emptied += bool(old)
             elif not old:
                 report.renamed += file.path in found.renamed
                 report.added += file.path not in found.renamed
-            elif b"" in new:  # else a row that failed is tried again
-                report.changed += bool((array["status"][old] == Status.OK).all())
+            elif b"" in new:  # a row that failed may be tried again
+                report.changed += not is_unchanged or bool((array["status"][old] == Status.OK).all())
             else:
                 report.changed += new != set(array["hash"][old].tolist())
         return n_emptied
