@@ -18,7 +18,7 @@ from extract.images.part_names import VIEWS, Window, has_parts, time_name, windo
 from extract.images.part_source import Parts
 from extract.images.parts.boxes import Box, read_boxes
 from extract.images.parts.tiles import tiles_of
-from extract.images.sources import Chosen, PackedNames
+from extract.images.sources import Chosen, OnDisk, PackedNames
 from extract.images.videos import times_of
 
 __all__ = ["Listed", "of_files", "parts_of"]
@@ -192,7 +192,7 @@ def _frames_of(images: Images, row: int, asked: Any) -> tuple[list[int], str]:
             f"{images.paths[row]}: frames are taken of files of this machine only", hint="copy the videos here"
         )
     try:
-        chosen = times_of(path).chosen(asked.fps, asked.every, asked.keyframes)
+        chosen = times_of(OnDisk(path).path).chosen(asked.fps, asked.every, asked.keyframes)
     except (ValueError, OSError) as error:
         return [], getattr(error, "strerror", None) or first_line(error)
     return chosen, "" if chosen else "it has no key frame"
