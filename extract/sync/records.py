@@ -120,9 +120,12 @@ class Records:
 
     def below(self, path: bytes) -> NDArray[np.bool_]:
         """(N,) whether the file of each record is at or below a path."""
-        paths = self.files
+        paths = self.array["path"]
         below: NDArray[np.bool_] = (paths >= path + b"/") & (paths < path + b"0")  # "0" is the byte after "/"
         below |= paths == path
+        if self.parts:  # `files` of all records takes seconds, and there may be many such paths
+            near = np.flatnonzero((paths >= path + b"#") & (paths < path + b"$"))  # "$" is the byte after "#"
+            below[near] |= _files_of_rows(paths[near]) == path
         return below
 
     def replace(self, array: NDArray[Any]) -> None:
