@@ -259,7 +259,7 @@ class Pass:
         if self.published is not None or len(records.array):
             sample = self._images([b"x#xywh=0,0,1,1" if self.parts else b"x"])
             self._check_fits(records, self.plan_for(sample, self.out / "passes" / "none").dataset)
-        records.set_settings(configuration=self.configuration)
+        records.set_settings(configuration=self.configuration, without_parts={})
 
     def _check_fits(self, records: Records, dataset: DataSet) -> None:
         stored = self._stored(records)
@@ -317,6 +317,8 @@ class Pass:
             StoppedError: the pass was stopped on request.
         """
         report, gone = self.report, scanned.gone
+        candidates, without_parts = _divided(scanned.candidates, records.without_parts)
+        scanned = replace(scanned, candidates=candidates)
         found = difference(self.root, records, scanned, self.guards, report, self.stop, self._rows_of)
         n_files, n_gone = int(scanned.is_first.sum()), int((gone & scanned.is_first).sum())
         gone_files = records.files[gone & scanned.is_first].tolist() if self._named.found else []
@@ -348,6 +350,10 @@ class Pass:
             report.rows = records.n_rows - int(replaced.sum()) + len(resolved) + len(found.todo)
             report.version = self._published_number()
             return
+        if self.parts:
+            empty = {each.file for each in examined} - {each.row.file for each in resolved}
+            without_parts |= {_key(file): _times(file) for file in empty if is_settled(file, scanned.scanned_ns)}
+            records.set_settings(without_parts=without_parts)
         if replaced.any() or resolved:
             records.replace(_applied(array, resolved, replaced, scanned.scanned_ns, self.now_ns()))
         report.rows = records.n_rows
@@ -441,6 +447,28 @@ class Pass:
                 index = stored[todo.name]
             resolved.append(Resolved(todo, index))
         return array, resolved
+
+
+def _divided(
+    candidates: Sequence[Candidate], without_parts: dict[str, list[int]]
+) -> tuple[list[Candidate], dict[str, list[int]]]:
+    """Return the candidates, but for files that are known to have no parts; and size and times of these."""
+    left, still = list[Candidate](), dict[str, list[int]]()
+    for each in candidates:
+        times = without_parts.get(_key(each.file)) if without_parts and not each.records else None
+        if times is not None and times == _times(each.file):
+            still[_key(each.file)] = times
+        else:
+            left.append(each)
+    return left, still
+
+
+def _key(file: ScannedFile) -> str:
+    return os.fsdecode(file.path)
+
+
+def _times(file: ScannedFile) -> list[int]:
+    return [file.size, file.mtime_ns, file.ctime_ns]
 
 
 def _applied(

@@ -48,7 +48,7 @@ _OF_FILES = {"size": "<i8", "mtime_ns": "<i8", "ctime_ns": "<i8", "settled": "u1
 _OF_ROWS = {"pass": "<i8", "row": "<i8", "hash": "V16"}
 _TYPES = {**_OF_FILES, **_OF_ROWS}
 _UNUSED = ("size", "tried_ns", "pass", "row", "hash")  # their status is OK: rows that failed are dropped at once
-_SETTINGS = {"configuration": dict, "versions": dict, "last_pass": int}
+_SETTINGS = {"configuration": dict, "versions": dict, "last_pass": int, "without_parts?": {str: [int]}}
 _PASSES = 1_000_000  # folders of passes have names of six digits
 
 
@@ -67,6 +67,7 @@ class Records:
         last_pass: highest number that a pass had.
         parts: settings of the parts of files that rows are; empty: rows are whole files. They are in `dataset.json`,
             since they must not be lost with the table.
+        without_parts: path -> size and times, of files that have no parts, and need not be read again.
         made_again: why the records were made again from the passes; empty if they were read.
         changed: whether they differ from those of the published version.
     """
@@ -76,6 +77,7 @@ class Records:
     versions: dict[str, Any] = field(default_factory=dict)
     last_pass: int = 0
     parts: dict[str, Any] = field(default_factory=dict)
+    without_parts: dict[str, list[int]] = field(default_factory=dict)
     made_again: str = ""
     changed: bool = False
 
@@ -147,7 +149,7 @@ class Records:
             self.array["settled"][np.isin(self.files, _files_of_rows(names))] = 0
 
     def set_settings(self, **settings: dict[str, Any]) -> None:
-        """Set `configuration` or `versions`."""
+        """Set `configuration`, `versions` or `without_parts`."""
         for name, values in settings.items():
             self.changed = self.changed or getattr(self, name) != values
             setattr(self, name, values)
@@ -325,7 +327,8 @@ def _read(published: DataSet, n_rows: int) -> Records:
         if len(array) and not (0 < passes.min() <= passes.max() < _PASSES and 0 <= rows.min() <= rows.max() < 1 << 40):
             raise refuse("it refers to rows that no pass has")
         settings = parse_json(column("settings", "u1", None).tobytes(), path.name, _SETTINGS)
-    records = Records(**{name: settings[name] for name in _SETTINGS})
+    names = (name.removesuffix("?") for name in _SETTINGS)
+    records = Records(**{name: settings[name] for name in names if name in settings})
     records.array = array
     return records
 
@@ -378,7 +381,7 @@ def publish(out: Path, root: str, records: Records, published: DataSet | None) -
 def _columns(records: Records, files: NDArray[Any], unused: NDArray[Any]) -> Mapping[str, NDArray[Any]]:
     """Return the columns of a table."""
     labels, classes, splits = labels_from_folders([os.fsdecode(path) for path in files["path"].tolist()])
-    settings = {name: getattr(records, name) for name in _SETTINGS}
+    settings = {name: getattr(records, name) for name in (name.removesuffix("?") for name in _SETTINGS)}
     return {
         "path": files["path"], "label": labels.astype("<i8"), "split": np.array(splits, "S5"),
         "classes": np.array([os.fsencode(name) for name in classes], "S"),

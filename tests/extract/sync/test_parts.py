@@ -137,6 +137,28 @@ def test_touched_renamed_copied_deleted_and_restored_files_are_not_computed(home
     assert (report.unchanged, home.planned, (home.out / "dataset.json").read_bytes()) == (7, [], before)
 
 
+def test_a_file_without_parts_is_read_again_only_if_it_changes(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[str] = []
+    listing_of = listing.parts_of
+
+    def noting(images: Any, *args: Any, **more: Any) -> Any:
+        listed[:] = images.paths
+        return listing_of(images, *args, **more)
+
+    monkeypatch.setattr(listing, "parts_of", noting)
+    home.write("b/\udcff.ppm", GREY)
+    home.ahead_ns = 10**13
+    home.sync()  # all files are settled
+    assert {"b/grey #1.ppm", "b/\udcff.ppm"} < set(listed)
+    for _ in range(2):
+        home.sync()
+        assert listed == []
+    home.write("b/grey #1.ppm", picture(50))
+    (home.root / "b/\udcff.ppm").rename(home.root / "a/\udcff.ppm")
+    assert (home.sync().added, listed) == (1, ["a/\udcff.ppm", "b/grey #1.ppm"])
+    home.check()
+
+
 def test_a_dry_run_tells_what_a_pass_then_does(home: Home) -> None:
     home.write("a/0.ppm", picture(51))
     home.write("a/new.ppm", picture(50))
