@@ -326,7 +326,7 @@ def _why(error: Exception) -> tuple[Status, str]:
     Raises:
         Exception: the error itself, if its type is not one that files cause.
     """
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
         return Status.MISSING, "no such file"
     if isinstance(error, UnreachableError) or (isinstance(error, OSError) and error.errno in _IO_ERRORS):
         return Status.IO_ERROR, error.strerror or first_line(error)

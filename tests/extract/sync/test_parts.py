@@ -304,11 +304,13 @@ def test_other_parts_are_refused_also_where_the_records_are_lost(home: Home) -> 
 
 def test_rows_of_broken_and_unreadable_files(home: Home) -> None:
     home.write("a/broken.ppm", b"P6 8 8 255\n" + bytes(9))
-    (home.root / "a/dangling.ppm").symlink_to("nothing")
+    (home.root / "a/dangling.ppm").symlink_to("nothing/there.ppm")
     report = home.sync()
     assert (report.added, report.failed) == (2, 10)
     assert len(home.rows_of("a/broken.ppm")) == 9
     assert home.rows_of("a/dangling.ppm") == ["a/dangling.ppm#xywh=0,0,0,0"]
+    home.check()
+    home.write("a/nothing", b"")  # so that a folder of the link's target is a file
     home.check()
     home.ahead_ns = 10**13
     assert home.sync().unchanged == 8
