@@ -193,6 +193,9 @@ def data_sets(start: Path, small_inputs: None) -> Path:
     return out
 
 
+VITS = ("vit_small_patch16_224", "vit_small_patch16_384")
+
+
 @pytest.fixture(scope="module")
 def small_networks() -> Iterator[None]:
     """The networks that the pages name have two blocks, or a block of four channels in each of four layers."""
@@ -212,9 +215,9 @@ def small_networks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("resnet18", "resnet50"):
             patch.setitem(_api.BUILTIN_MODELS, name, small_resnet(_api.BUILTIN_MODELS[name]))
-        name = "vit_small_patch16_224"
-        small = functools.partial(of_timm.model_entrypoint(name), depth=2, embed_dim=48, num_heads=3)
-        patch.setitem(of_timm._model_entrypoints, name, small)
+        for name in VITS:
+            small = functools.partial(of_timm.model_entrypoint(name), depth=2, embed_dim=48, num_heads=3)
+            patch.setitem(of_timm._model_entrypoints, name, small)
         yield
 
 
@@ -231,13 +234,13 @@ def caches(small_networks: None, tmp_path_factory: pytest.TempPathFactory) -> Pa
     for name in ("resnet18", "resnet50"):
         url = models.get_model_weights(name).DEFAULT.url
         torch.save(models.get_model(name).state_dict(), checkpoints / url.rpartition("/")[2])
-    name = "vit_small_patch16_224"
-    tag = timm.get_pretrained_cfg(name).tag
-    repository, commit = caches / "hub" / f"models--timm--{name}.{tag}", "0" * 40
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(commit)
-    (repository / "snapshots" / commit).mkdir(parents=True)
-    save_file(timm.create_model(name).state_dict(), repository / "snapshots" / commit / "model.safetensors")
+    for name in VITS:
+        tag = timm.get_pretrained_cfg(name).tag
+        repository, commit = caches / "hub" / f"models--timm--{name}.{tag}", "0" * 40
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text(commit)
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        save_file(timm.create_model(name).state_dict(), repository / "snapshots" / commit / "model.safetensors")
     return caches
 
 

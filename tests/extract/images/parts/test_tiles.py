@@ -330,8 +330,10 @@ import sys
 from extract import extract_features
 extract_features(sys.argv[1], out=sys.argv[2], backbone="timm/test_resnet", weights="random", device="cpu", workers=0,
                  preprocessing={"size": 64, "crop": 64}, tiles=512, progress=False, compile="off")
-# Not `ru_maxrss`, which counts the peak of the process that started this one.
-print(next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) >> 10)
+# Not `ru_maxrss`, which counts the peak of the process that started this one. Pages of files are those of libraries, of
+# which the kernel maps what it likes.
+status = dict(line.split(":") for line in open("/proc/self/status"))
+print(int(status["VmHWM"].split()[0]) - int(status["RssFile"].split()[0]) >> 10)
 """
 
 
@@ -362,7 +364,7 @@ def test_a_tiff_of_1600_megapixels_takes_less_than_a_gigabyte_and_resumes_after_
     started.wait()
     peak_mb = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     print(f"{peak_mb} MB")
-    assert peak_mb < 1000
+    assert peak_mb < 800  # 480 to 500 MB; the picture has 4,800
     reader = FeatureReader(tmp_path / "out")
     assert not reader.failures
     last = side - 512
