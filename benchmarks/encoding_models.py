@@ -102,7 +102,7 @@ def speed(n_targets: int, n_folds: int, n_timed: int) -> None:
     found = encoding({"a": x}, y, folds=n_folds, draws=0)
     ours = time.process_time() - started
     print(f"ours, {n_folds} outer folds: {ours:.0f} CPU seconds", flush=True)
-    seconds, differences = [], []
+    seconds = []
     for fold in range(n_timed):
         test = found.folds == fold
         shift, scale = x[~test].mean(0), np.sqrt(x[~test].var(0).mean())
@@ -114,12 +114,32 @@ def speed(n_targets: int, n_folds: int, n_timed: int) -> None:
         predicted = np.asarray(model.predict((x[test] - shift) / scale))
         seconds.append(time.process_time() - started)
         r = (standardised(predicted) * standardised(y[test])).mean(0)
-        differences.append(np.abs(r - found.layers[0].fold_r[fold]).max())
-        print(
-            f"himalaya, outer fold {fold}: {seconds[-1]:.0f} CPU seconds; r differs by {differences[-1]:.1e}",
-            flush=True,
-        )
+        differs, strengths = np.abs(r - found.layers[0].fold_r[fold]), np.asarray(model.best_alphas_)
+        other = ~np.isclose(strengths, found.layers[0].strengths[fold], rtol=1e-4)
+        print(f"himalaya, outer fold {fold}: {seconds[-1]:.0f} CPU seconds; r differs by {differs[~other].max():.1e}")
+        if other.any():
+            both = [found.layers[0].strengths[fold][other], strengths[other]]
+            ours_error, theirs = (validation_errors(x, y[:, other], found.folds, fold, each) for each in both)
+            print(
+                f"  {other.sum()} targets have another strength, r differs by {differs[other].max():.1e}; its error on "
+                f"the validation rows is {(theirs / ours_error - 1).min():.1e} to {(theirs / ours_error - 1).max():.1e} "
+                "above that of ours, by scikit-learn"
+            )
     print(f"himalaya / ours, for one outer fold: {np.mean(seconds) / (ours / n_folds):.2f}")
+
+
+def validation_errors(x, y, folds, outer: int, strengths):
+    """Return the mean squared errors (T,) on which strengths (T,) are chosen, by scikit-learn."""
+    from sklearn.linear_model import Ridge
+
+    errors = []
+    for inner in set(folds.tolist()) - {outer}:
+        fitted = (folds != outer) & (folds != inner)
+        scale = np.sqrt(x[fitted].astype(np.float64).var(0).mean())
+        model = Ridge(strengths, solver="cholesky").fit(x[fitted] / scale, y[fitted])
+        predicted = model.predict(x[folds == inner] / scale).reshape(-1, y.shape[1])
+        errors.append(((predicted - y[folds == inner]) ** 2).mean(0))
+    return np.mean(errors, 0)
 
 
 def memory() -> None:

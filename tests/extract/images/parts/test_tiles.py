@@ -328,12 +328,15 @@ def test_wrong_settings_and_missing_libraries_are_told_in_a_line(
 _LARGE = """
 import sys
 from extract import extract_features
-extract_features(sys.argv[1], out=sys.argv[2], backbone="timm/test_resnet", weights="random", device="cpu", workers=0,
-                 preprocessing={"size": 64, "crop": 64}, tiles=512, progress=False, compile="off")
-# Not `ru_maxrss`, which counts the peak of the process that started this one. Pages of files are those of libraries, of
-# which the kernel maps what it likes.
-status = dict(line.split(":") for line in open("/proc/self/status"))
-print(int(status["VmHWM"].split()[0]) - int(status["RssFile"].split()[0]) >> 10)
+def embed(images, out):
+    extract_features(images, out=out, backbone="timm/test_resnet", weights="random", device="cpu", workers=0,
+                     preprocessing={"size": 64, "crop": 64}, tiles=512, progress=False, compile="off")
+    return {name: int(value.split()[0]) >> 10 for name, value in (line.split(":") for line in open("/proc/self/status"))
+            if name in ("VmHWM", "RssAnon")}
+small, large, out = sys.argv[1:]
+before = embed(small, out + "-small")
+after = embed(large, out)
+print(after["VmHWM"] - before["VmHWM"], after["RssAnon"])
 """
 
 
@@ -353,7 +356,9 @@ def test_a_tiff_of_1600_megapixels_takes_less_than_a_gigabyte_and_resumes_after_
         folder / "a.tif", segments(), shape=(side, side, 3), dtype=np.uint8, tile=(512, 512), compression="deflate",
         compressionargs={"level": 1}, photometric="rgb", metadata=None, bigtiff=True,
     )  # fmt: skip
-    command = [sys.executable, "-c", _LARGE, str(folder), str(tmp_path / "out")]
+    (tmp_path / "small").mkdir()
+    make_picture(2, 1024, 1024).save(tmp_path / "small" / "a.tif")
+    command = [sys.executable, "-c", _LARGE, str(tmp_path / "small"), str(folder), str(tmp_path / "out")]
     started = subprocess.Popen(command)
     while not list((tmp_path / "out").glob("shards/*.part")):
         assert started.poll() is None
@@ -362,9 +367,10 @@ def test_a_tiff_of_1600_megapixels_takes_less_than_a_gigabyte_and_resumes_after_
         started.wait(4)
     started.send_signal(signal.SIGKILL)
     started.wait()
-    peak_mb = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    print(f"{peak_mb} MB")
-    assert peak_mb < 800  # 480 to 500 MB; the picture has 4,800
+    above_mb, own_mb = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    # Of the whole process, half is pages of libraries, of which the kernel maps 350 to 660 MB as it likes.
+    assert above_mb < 200, f"the peak is {above_mb} MB above that of a small picture"  # the picture has 4,800
+    assert own_mb < 600, f"the process has {own_mb} MB of its own"
     reader = FeatureReader(tmp_path / "out")
     assert not reader.failures
     last = side - 512
