@@ -119,11 +119,11 @@ def speed(n_targets: int, n_folds: int, n_timed: int) -> None:
         print(f"himalaya, outer fold {fold}: {seconds[-1]:.0f} CPU seconds; r differs by {differs[~other].max():.1e}")
         if other.any():
             both = [found.layers[0].strengths[fold][other], strengths[other]]
-            ours_error, theirs = (validation_errors(x, y[:, other], found.folds, fold, each) for each in both)
+            of_ours, of_theirs = (validation_errors(x, y[:, other], found.folds, fold, each) for each in both)
+            above = of_theirs / of_ours - 1
             print(
-                f"  {other.sum()} targets have another strength, r differs by {differs[other].max():.1e}; its error on "
-                f"the validation rows is {(theirs / ours_error - 1).min():.1e} to {(theirs / ours_error - 1).max():.1e} "
-                "above that of ours, by scikit-learn"
+                f"  {other.sum()} targets have another strength, and r differs by {differs[other].max():.1e}; its "
+                f"validation error is {above.min():.1e} to {above.max():.1e} above that of ours, by scikit-learn"
             )
     print(f"himalaya / ours, for one outer fold: {np.mean(seconds) / (ours / n_folds):.2f}")
 

@@ -53,6 +53,7 @@ Batch = TypeVar("Batch")
 _OPEN_SHARDS = 4  # that are filled at once
 _ROOT = "memory:rows"  # of rows that are no images
 _NAMED = 5  # ids in an error
+_LABEL_TYPES = str | int | np.integer | None
 _FAILURES = (Status.DECODE_ERROR, Status.MISSING, Status.IO_ERROR)
 
 
@@ -223,8 +224,9 @@ class FeatureWriter:
             rows = rows[~self._stored[rows]]
             shards = rows // self._dataset.shard_rows
             with self._lock:
-                ours = [shard for shard in _distinct(shards) if self._take(shard)]
-            if not self._stored[rows[np.isin(shards, ours)]].all():  # some may have been found stored just now
+                ours = {shard for shard in _distinct(shards) if self._take(shard)}
+            missing = shards[~self._stored[rows]]  # some may have been found stored just now
+            if not ours.isdisjoint(missing.tolist()):
                 yield batch
 
     def write(self, ids: Sequence[str], features: Mapping[str, Any]) -> None:
@@ -292,7 +294,7 @@ class FeatureWriter:
     def _sources(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Return what is stored of the image files of rows: there are none, and the hash is that of the id."""
         none = np.full(len(rows), -1, np.int64)
-        ids = [self._images.paths[row].encode(errors="surrogateescape") for row in rows.tolist()]
+        ids = "\0".join(self._images.paths[row] for row in rows.tolist()).encode(errors="surrogateescape").split(b"\0")
         hashes = b"".join(map(xxhash.xxh3_128_digest, ids))
         of_ids = np.frombuffer(hashes, np.uint8).reshape(-1, 16)
         return {"source_size": none, "source_mtime_ns": none, "source_hash": of_ids}
@@ -440,7 +442,7 @@ def _images(
     if wrong := {str(split) for split in lists["splits"]} - {"", *SPLITS}:
         raise InputError(f"splits has {min(wrong)!r}; expected train, val, test or an empty text")
     for position, label in enumerate(lists["labels"]):
-        if not isinstance(label, str | int | np.integer | None):
+        if not isinstance(label, _LABEL_TYPES):
             raise InputError(f"labels[{position}] is {label!r}; expected text, a whole number or None")
     _check_texts("labels", [label for label in lists["labels"] if isinstance(label, str)])
     numbers, classes = labels_from_values(lists["labels"])

@@ -210,7 +210,9 @@ def _update_with_texts(digest: xxhash.xxh3_128, pieces: Iterable[Sequence[str | 
     """Add texts, separated by zero bytes, to a hash."""
     separator = b""
     for texts in pieces:
-        digest.update(separator + b"\0".join(map(os.fsencode, texts)))
+        # All at once, which takes a tenth of the time.
+        is_encoded = len(texts) and isinstance(texts[0], bytes)
+        digest.update(separator + (b"\0".join(texts) if is_encoded else os.fsencode("\0".join(texts))))
         separator = b"\0"
 
 

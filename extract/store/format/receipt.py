@@ -42,12 +42,12 @@ _REASON_BYTES = 960  # of a reason in JSON, with its quotes
 def counts_of(shard: Shard) -> dict[str, Any]:
     """Return the numbers of rows of a shard by status, label and split, as in its receipt."""
     by_status, by_label = Counter(shard.column("status").tolist()), Counter(shard.column("label").tolist())
-    by_split = Counter(shard.text("split"))
-    del by_split[""]
+    by_split = Counter(shard.column("split").tolist())
+    del by_split[b""]
     return {
         "status": {Status(code).text: count for code, count in sorted(by_status.items())},
         "labels": {str(label): count for label, count in sorted(by_label.items())},
-        "splits": dict(sorted(by_split.items())),
+        "splits": {os.fsdecode(split): count for split, count in sorted(by_split.items())},
     }
 
 
