@@ -167,7 +167,8 @@ class DerivedPartSettings:
         overlap: Part of a tile that the next one covers too.
         level: Level of a pyramid that tiles are read from; 0 is the largest. The columns x, y, w and h are in pixels
             of level 0.
-        content: Least part of a tile that is not background, which has little saturation (Otsu's threshold).
+        content: Least part of a tile that is not background, which has little saturation (Otsu's threshold), or is 0
+            in a mask.
         views: Views of each image, each of which becomes a row. five, ten: crops of the resized image, as FiveCrop and
             TenCrop of torchvision; flips: the image and its mirror image.
         fps: Frames of videos: the first in each interval of 1/FPS seconds, counted from the first frame.
@@ -192,7 +193,13 @@ class DerivedPartSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PartSettings(DerivedPartSettings, BoxSettings):
-    """Rows that are parts of images. The name of each says which part (`extract.images.part_names`)."""
+    """Rows that are parts of images. The name of each says which part (`extract.images.part_names`).
+
+    Attributes:
+        masks: Folder of masks, of any size, for `content`: of a/1.svs, the mask is a/1.png or a/1.tif.
+    """
+
+    masks: Annotated[str | os.PathLike[str] | None, PARTS] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,7 +156,7 @@ def decode(data: bytes, options: DecodeOptions = AS_DEFAULT) -> Image.Image:
     try:
         if data.startswith(np.lib.format.MAGIC_PREFIX):
             return _from_array(data, options.max_pixels)
-        with _opened(data, options.max_pixels) as image:
+        with opened(data, options.max_pixels) as image:
             if image.format != "JPEG" or not data.endswith(_END_OF_JPEG):  # which nearly all files are
                 check_whole(data, image)
             if options.min_decode_px and image.format == "JPEG":
@@ -252,7 +252,7 @@ def plain_jpeg(data: bytes, options: DecodeOptions = AS_DEFAULT) -> Jpeg | None:
     if not is_whole or len(data) > _MOST_BYTES_ON_DEVICE:
         return None
     try:
-        with _opened(data, options.max_pixels) as image:
+        with opened(data, options.max_pixels) as image:
             is_converted = options.icc == "srgb" and "icc_profile" in image.info
             if image.format != "JPEG" or image.mode not in ("L", "RGB") or is_converted:
                 return None
@@ -277,7 +277,7 @@ def header_size(data: bytes | BinaryIO, orientation: str = defaults.ORIENTATION)
         orientation: see `decode`.
     """
     try:
-        with _opened(data, _MOST_STATED_PIXELS) as image:
+        with opened(data, _MOST_STATED_PIXELS) as image:
             turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _ON_THEIR_SIDE
             is_upright = image.format == "TIFF"  # Pillow states its size after turning it
             return image.size[::-1] if turned and is_upright != (orientation == "exif") else image.size
@@ -292,7 +292,7 @@ def pixels_of(data: bytes) -> int:
 
 
 @contextlib.contextmanager
-def _opened(data: bytes | BinaryIO, max_pixels: int) -> Iterator[Image.Image]:
+def opened(data: bytes | BinaryIO, max_pixels: int) -> Iterator[Image.Image]:
     """Context manager: open an image file with Pillow, whose process-wide settings are those of layertap inside.
 
     Args:

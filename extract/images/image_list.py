@@ -41,7 +41,7 @@ _PIECE_ROWS = 100_000
 # an effect with tiles only.
 _FRAMES = ("fps", "every", "keyframes")
 PART_KINDS = ("boxes", "tiles", "views", *_FRAMES)
-_OF_TILES = ("overlap", "level", "content")
+_OF_TILES = ("overlap", "level", "content", "masks")
 
 Column = Sequence[str] | NDArray[Any]
 
@@ -167,6 +167,8 @@ def are_asked(asked: Any) -> bool:
         raise InputError(f"{kinds[0]} and {kinds[1]} exclude each other: a row is one kind of part")
     if not getattr(asked, "tiles", None) and (given := [name for name in _OF_TILES if getattr(asked, name, None)]):
         raise InputError(f"{given[0]} is that of tiles, and there are none", hint="add --tiles 512")
+    if getattr(asked, "masks", None) and not asked.content:
+        raise InputError("masks tell the content of tiles, and all tiles are kept", hint="add --content 0.5")
     return bool(kinds)
 
 

@@ -23,7 +23,7 @@ from pipelines.terminal.config import FROZEN, DerivedPartKeys, Seconds, Words, c
 __all__ = ["ScheduleConfig", "SyncConfig", "SyncFile", "chosen", "load_sync_file"]
 
 
-_OF_BOXES = {field.name for field in fields(BoxSettings)}
+_OTHER_FILES = {"masks": "masks", **{field.name: "boxes" for field in fields(BoxSettings)}}  # that tell the parts
 
 
 class SyncConfig(DerivedPartKeys, FeaturesConfig):
@@ -160,10 +160,10 @@ def load_sync_file(path: Path) -> SyncFile:
         where = f"{path}" + (f", data set {number}" if len(items) > 1 else "")
         merged = {**values, **item}
         for key in merged:
-            if key in _OF_BOXES:
+            if what := _OTHER_FILES.get(key):
                 raise InputError(
-                    f"{where}: {key}: sync follows files, and boxes are a list that changes without them",
-                    hint="compute boxes into a new data set with `layertap embed`",
+                    f"{where}: {key}: sync follows files, and {what} change without them",
+                    hint=f"compute the parts by {what} into a new data set with `layertap embed`",
                 )
             if key not in SyncConfig.model_fields:
                 raise unknown_name("key", str(key), [*SyncConfig.model_fields, "data_sets", "schedule"], where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -12,16 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from extract.errors import LayertapError, first_line, is_of_the_machine
-from extract.images.decoding import DecodeOptions, header_size
+from extract import defaults
+from extract.errors import InputError, LayertapError, first_line, is_of_the_machine
+from extract.images.decoding import DecodeOptions, header_size, opened
 from extract.images.part_names import Window
 from extract.images.part_source import Parts
 from extract.images.pyramids import is_read_in_regions
 from extract.images.sources import OnDisk, UnreachableError
+from extract.system.urls import is_url
 
-__all__ = ["content_of", "tiles", "tiles_of"]
+__all__ = ["saturated", "share_of", "tiles", "tiles_of"]
 
-_OVERVIEW_PX = 2048  # longer side of the overview whose saturation tells background from content
+_OVERVIEW_PX = 2048  # longer side of the overview that tells background from content
+_MASK_SUFFIXES = (".png", ".tif", ".tiff")  # of formats that keep 0 as it is
+_WITH_ALPHA = ("LA", "PA", "RGBA")
+_OTHER_SHAPE = 0.02  # by which the ratio of the sides of a mask may differ from that of its picture: masks are small
 
 Result = TypeVar("Result")
 
@@ -38,6 +44,7 @@ def tiles_of(source: Parts, names: Sequence[str], asked: Any) -> Iterator[tuple[
         asked: settings; see `extract.extraction.settings.PartSettings`, and `DecodingSettings`.
 
     Raises:
+        InputError: a picture has no mask, or one that cannot be used.
         LayertapError: a server fails, or a library is missing.
     """
     for row, name in enumerate(names):
@@ -45,10 +52,11 @@ def tiles_of(source: Parts, names: Sequence[str], asked: Any) -> Iterator[tuple[
         if asked.level >= len(sizes):
             yield row, Window(0, 0, 0, 0, level=asked.level)
             continue
-        found, overview = tiles(sizes, asked.tiles, asked.overlap, asked.level), None
-        if asked.content:
-            overview = _unless_damaged(name, partial(_overview, source, row, asked))
-        content = content_of(overview, sizes[0]) if overview is not None else None
+        found, content = tiles(sizes, asked.tiles, asked.overlap, asked.level), None
+        if asked.masks:
+            content = share_of(_mask(asked.masks, name, sizes[0]), sizes[0])
+        elif asked.content and (overview := _unless_damaged(name, partial(_overview, source, row, asked))):
+            content = share_of(saturated(overview), sizes[0])
         yield from ((row, window) for window in found if content is None or content(window) >= asked.content)
 
 
@@ -85,6 +93,37 @@ def _overview(source: Parts, row: int, asked: Any) -> Image.Image:
     return picture.reduce(-(-max(picture.size) // _OVERVIEW_PX))
 
 
+def _mask(folder: str | os.PathLike[str], name: str, size: tuple[int, int]) -> NDArray[np.uint8]:
+    """Return the mask of a picture, reduced, from 0 to 255.
+
+    Args:
+        folder: folder of the masks.
+        name: path of the picture, relative to the folder of the pictures.
+        size: its (width, height).
+
+    Raises:
+        InputError: there is no mask, or one that cannot be used.
+    """
+    stem = os.path.join(folder, os.path.splitext(name)[0])  # noqa: PTH118, PTH122  as pictures are named
+    if is_url(name) or os.path.isabs(name):  # noqa: PTH117
+        raise InputError(f"{name}: masks belong to pictures of one folder", hint="give the folder of the pictures")
+    path = next((stem + suffix for suffix in _MASK_SUFFIXES if os.path.isfile(stem + suffix)), None)  # noqa: PTH113
+    if path is None:
+        hint = "give a list of the pictures that have one"
+        raise InputError(f"{folder}: {name} has no mask; expected {stem}{_MASK_SUFFIXES[0]}", hint=hint)
+    try:
+        with open(path, "rb") as file, opened(file, defaults.MAX_PIXELS) as image:  # noqa: PTH123
+            values, n_bands = np.asarray(image), len(image.getbands()) - (image.mode in _WITH_ALPHA)
+            values = values.reshape(*values.shape[:2], -1)[:, :, :n_bands]
+    except Exception as error:  # see `decode`
+        raise InputError(f"{path} cannot be read: {first_line(error)}") from error
+    if abs(math.log(values.shape[1] * size[1] / (values.shape[0] * size[0]))) > _OTHER_SHAPE:
+        shapes = f"{values.shape[1]} x {values.shape[0]} pixels, and {name} {size[0]} x {size[1]}"
+        raise InputError(f"{path} has {shapes}; expected the same ratio of width and height")
+    mask = Image.fromarray((values != 0).any(2).astype(np.uint8) * 255)
+    return np.asarray(mask.reduce(-(-max(mask.size) // _OVERVIEW_PX)))
+
+
 def tiles(sizes: Sequence[tuple[int, int]], side: int, overlap: float, level: int) -> Iterator[Window]:
     """Yield the tiles of a level, in pixels of level 0, row by row.
 
@@ -110,25 +149,31 @@ def _edges(length: int, full: int, side: int, step: int) -> list[tuple[int, int]
     return [(round(start * full / length), round(min(start + side, length) * full / length)) for start in starts]
 
 
-def content_of(overview: Image.Image, size: tuple[int, int]) -> Callable[[Window], float]:
-    """Return a function: window -> share of its pixels that are not background.
+def saturated(overview: Image.Image) -> NDArray[np.uint8]:
+    """Return 255 for the pixels (H, W) of a picture that are not background, and 0 for the others.
 
     Background has a saturation (HSV) of at most Otsu's threshold: paper and glass are grey, stained tissue is not.
-
-    Args:
-        overview: the picture, reduced.
-        size: its (width, height) in level 0.
     """
     saturation = np.asarray(overview.convert("HSV"))[:, :, 1]
-    counts = np.zeros([side + 1 for side in saturation.shape], np.int64)  # of content left of and above each pixel
-    counts[1:, 1:] = (saturation > _threshold(saturation)).cumsum(0).cumsum(1)
-    scale_x, scale_y = (side / full for side, full in zip(overview.size, size, strict=True))
+    return (saturation > _threshold(saturation)).astype(np.uint8) * 255
+
+
+def share_of(content: NDArray[np.uint8], size: tuple[int, int]) -> Callable[[Window], float]:
+    """Return a function: window -> share of it that is not background.
+
+    Args:
+        content: (H, W), from 0 for background to 255, of the picture, reduced.
+        size: (width, height) of the picture in level 0.
+    """
+    sums = np.zeros([side + 1 for side in content.shape], np.int64)  # left of and above each pixel
+    sums[1:, 1:] = content.astype(np.int64).cumsum(0).cumsum(1)
+    scale_x, scale_y = (side / full for side, full in zip(content.shape[::-1], size, strict=True))
 
     def share(window: Window) -> float:
         left, right = int(window.x * scale_x), math.ceil((window.x + window.w) * scale_x)
         upper, lower = int(window.y * scale_y), math.ceil((window.y + window.h) * scale_y)
-        inside = counts[lower, right] - counts[upper, right] - counts[lower, left] + counts[upper, left]
-        return float(inside) / ((lower - upper) * (right - left))
+        inside = sums[lower, right] - sums[upper, right] - sums[lower, left] + sums[upper, left]
+        return float(inside / (255 * (lower - upper) * (right - left)))
 
     return share
 

@@ -242,4 +242,4 @@ def test_a_part_of_another_file_may_be_searched_for(world: Path, reader: Feature
 def test_sync_says_that_it_follows_no_boxes(world: Path, tmp_path: Path) -> None:
     (tmp_path / "sync.yaml").write_text(f"images: {world / 'photos'}\nout: {tmp_path / 'out'}\nboxes: boxes.csv\n")
     refused = fails("sync", tmp_path / "sync.yaml")
-    assert "boxes: sync follows files, and boxes are a list that changes without them" in refused
+    assert "boxes: sync follows files, and boxes change without them" in refused

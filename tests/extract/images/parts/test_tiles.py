@@ -23,7 +23,7 @@ from extract.extraction.settings import ExtractionSettings
 from extract.images import Batch, Decoding, Images, list_images, load_batches, part_source, pyramids
 from extract.images.decoding import DecodeOptions, decode
 from extract.images.part_names import Window
-from extract.images.parts.tiles import content_of, tiles
+from extract.images.parts.tiles import saturated, share_of, tiles
 from extract.images.pyramids import open_pyramid
 from extract.images.sources import OnDisk
 from tests.conftest import make_picture
@@ -260,10 +260,47 @@ def test_tiles_without_content_are_left_out(tmp_path: Path) -> None:
         f"{x},{y},50,50" for x in (200, 250) for y in (100, 150)
     ]  # fmt: skip
     assert images.notes == ("images without a tile of a content of 0.9 or more: 1",)
-    share = content_of(Image.fromarray(stained[::4, ::4]), (400, 300))
+    share = share_of(saturated(Image.fromarray(stained[::4, ::4])), (400, 300))
     assert share(Window(150, 100, 100, 100)) == 0.5
     with pytest.raises(InputError, match="no tile of its images has a content of 0.9 or more"):
         list_images(tmp_path / "white.png", parts=asking(content=0.9))
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "P", "I;16", "RGBA"])
+def test_masks_tell_the_content_of_tiles(tmp_path: Path, mode: str) -> None:
+    for folder in ("photos/a", "masks/a"):
+        (tmp_path / folder).mkdir(parents=True)
+    make_picture(1, 400, 300).save(tmp_path / "photos" / "a" / "1.jpg")
+    mask = np.zeros((600, 800), np.uint16 if mode == "I;16" else np.uint8)
+    mask[200:400, 400:550] = 1  # x from 200 to 275, y from 100 to 200
+    image = Image.fromarray(mask * 255).convert("1") if mode == "1" else Image.fromarray(mask)
+    if mode == "RGBA":
+        image = Image.merge("RGBA", [image, image, image, Image.new("L", image.size, 255)])
+    elif mode == "P":
+        image.putpalette([0, 0, 0, 0, 0, 0])
+    image.save(tmp_path / "masks" / "a" / "1.png", **({"transparency": 0} if mode == "P" else {}))
+    for content, columns in ((0.4, (200, 250)), (0.6, (200,))):
+        images = list_images(tmp_path / "photos", parts=asking(tiles=50, content=content, masks=tmp_path / "masks"))
+        assert images.paths == [f"a/1.jpg#xywh={x},{y},50,50" for x in columns for y in (100, 150)]
+
+
+def test_masks_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    photos, masks = tmp_path / "photos", tmp_path / "masks"
+    for folder in (photos, masks):
+        folder.mkdir()
+    make_picture(1, 400, 300).save(photos / "1.jpg")
+
+    def refused(words: str, **settings: Any) -> None:
+        with pytest.raises(InputError, match=words):
+            list_images(photos, parts=asking(**({"content": 0.5, "masks": masks} | settings)))
+
+    refused("1.jpg has no mask; expected .*/masks/1.png")
+    (masks / "1.png").write_bytes(b"no picture")
+    refused("masks/1.png cannot be read: ")
+    Image.new("L", (300, 400)).save(masks / "1.png")
+    refused("masks/1.png has 300 x 400 pixels, and 1.jpg 400 x 300; expected the same ratio")
+    refused("masks tell the content of tiles, and all tiles are kept; add --content 0.5", content=0)
+    refused("masks is that of tiles, and there are none", tiles=None, content=0)
 
 
 def test_the_overview_of_a_pyramid_is_that_of_the_whole(pyramid: bytes, levels: list[np.ndarray]) -> None:
