@@ -265,7 +265,7 @@ def scores_of_images(
     per_image, grid = features[0].per_image, features[0].grid
     for start in range(0, len(images), _IMAGES):
         some = images[start : start + _IMAGES]
-        values, _ = scores(FeatureRows.of(features, _token_numbers(some, per_image)))
+        values = scores(FeatureRows.of(features, _token_numbers(some, per_image)))
         of_images = torch.from_numpy(values).float().reshape(len(some), *grid, -1).permute(0, 3, 1, 2)
         yield from zip(some.tolist(), of_images, strict=True)
 

@@ -282,7 +282,7 @@ def _pixels_of_rows(
     """Yield the predicted pixels (H, W) of each image with features; None without a picture."""
     tokens = [reader.tokens(layer) for layer in layers]
     rows = tokens[0].rows
-    scored = scores_of_images(tokens, lambda some: (probe.scores(some), None), np.arange(len(rows)))
+    scored = scores_of_images(tokens, probe.scores, np.arange(len(rows)))
     for row, (_, scores) in zip(rows.tolist(), scored, strict=True):
         size = pictures.size(row)
         yield None if size is None else predicted.pixels(tokens[0], scores, size)

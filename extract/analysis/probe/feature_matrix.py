@@ -286,20 +286,14 @@ def mean_of(rows: FeatureRows) -> NDArray[np.float64]:
 
 
 def moments(rows: FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the mean (D,) and variance (D,) of columns, merged block by block (Chan, Golub and LeVeque 1983)."""
-    count, mean, squares = 0, np.zeros(rows.width), np.zeros(rows.width)
+    """Return the mean (D,) and variance (D,) of columns, from the differences of the rows and the first one."""
+    first, sums, squares = rows.between(0, 1), np.zeros(rows.width), np.zeros(rows.width)
     for _, block in rows.blocks():
-        block_mean = block.mean(0, dtype=np.float64)
-        shift = block_mean - mean
-        total = count + len(block)
-        centred = block - block_mean.astype(np.float32)
-        within = np.einsum("nd,nd->d", centred, centred, dtype=np.float64)
-        # Remove the error of rounding the mean to float32.
-        within -= len(block) * (block_mean - block_mean.astype(np.float32)) ** 2
-        squares += within + shift**2 * (count * len(block) / total)
-        mean += shift * (len(block) / total)
-        count = total
-    return mean, np.maximum(squares / max(1, count), 0)
+        block -= first  # a column that is far from zero has small differences, whose squares keep all digits
+        sums += block.sum(0, dtype=np.float64)
+        squares += np.einsum("nd,nd->d", block, block, dtype=np.float64)
+    shift = sums / len(rows)
+    return first[0] + shift, np.maximum(squares / len(rows) - shift**2, 0)
 
 
 def row_products(rows: FeatureRows, work_bytes: int) -> NDArray[np.float64]:

@@ -260,12 +260,9 @@ def mcnemar(right: NDArray[np.bool_], others_right: NDArray[np.bool_]) -> tuple[
         p: the probability of a difference at least this large if both are equally good.
     """
     first, second = int((right & ~others_right).sum()), int((others_right & ~right).sum())
-    count = first + second
-    # Twice the lower tail of the binomial distribution with p = 1/2; logarithms keep large counts from overflowing.
-    terms = [math.lgamma(count + 1) - math.lgamma(i + 1) - math.lgamma(count - i + 1)
-             for i in range(min(first, second) + 1)]  # fmt: skip
-    tail = float(np.exp(np.logaddexp.reduce(terms) - count * math.log(2)))
-    return first, second, min(1.0, 2 * tail)
+    fewer, more = sorted((first, second))
+    # Twice the lower tail of the binomial distribution with p = 1/2 (DLMF 8.17.5).
+    return first, second, min(1.0, 2 * _beta_below(0.5, more, fewer + 1)) if more else 1.0
 
 
 def metric_name(metric: str) -> str:

@@ -319,7 +319,8 @@ def _few_shot(train: Labelled, val: Labelled | None, test: Labelled, settings: S
 
 def _evaluate(fitted: Fitted, test: Labelled, settings: Settings, protocol: str) -> ProbeResult:
     """Predict the test rows, once, and compute the metrics."""
-    scores, probabilities = fitted.scores(test.rows)
+    scores = fitted.scores(test.rows)
+    probabilities = None if fitted.model is None else fitted.model.probabilities(scores)
     truth, k = test.targets, len(settings.classes)
     per_class: dict[str, NDArray[Any]] = {}
     confusion, predictions = None, scores

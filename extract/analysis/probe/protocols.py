@@ -87,7 +87,7 @@ class Settings:
     memory_bytes: int
 
 
-Scorer = Callable[[FeatureRows], tuple[NDArray[np.float32], NDArray[np.float32] | None]]
+Scorer = Callable[[FeatureRows], NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,14 @@ class Fitted:
     """Result of fitting by a protocol.
 
     Attributes:
-        scores: function of rows that returns (N, K) scores, and (N, K) probabilities or None.
+        scores: function of rows that returns (N, K) scores.
         n_train: number of rows of the final fit.
         swept: name of the chosen hyper-parameter: "C", "lambda", "alpha", "k"; empty: none.
         chosen: value of the chosen hyper-parameter.
         curve: (value, primary metric on the validation rows) for all values tried, in ascending order.
         n_val: number of rows used for the choice.
         chosen_on: these rows, in words; empty: no choice.
-        model: probe that can be saved; None if it would be as large as its training rows.
+        model: probe that computes the scores and can be saved; None if it would be as large as its training rows.
         threshold: scores above it mean that the label is present.
         objective: objective of the final fit, for logistic regression.
         notes: warnings about the result.
@@ -185,22 +185,21 @@ def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     fit, validation, chosen_on = held_out(train, val, settings)
     ks = [k for k in _KS if k <= len(fit)] or [len(fit)]
     n_classes, resources = len(settings.classes), (settings.device, settings.memory_bytes)
-    scaling = Scaling.of(settings.scaling, fit.rows)
-    bank, queries = fit.rows.scaled(scaling), validation.rows.scaled(scaling)
-    shares = neighbour_shares(bank, fit.targets, n_classes, queries, ks, *resources)
-    curve = [(float(k), primary(votes, validation.targets, settings.task)) for k, votes in zip(ks, shares, strict=True)]
+
+    def shares(bank: Labelled, queries: FeatureRows, ks: Sequence[int]) -> list[NDArray[np.float32]]:
+        scaling = Scaling.of(settings.scaling, bank.rows)
+        rows = bank.rows.scaled(scaling)
+        return neighbour_shares(rows, bank.targets, n_classes, queries.scaled(scaling), ks, *resources)
+
+    votes = zip(ks, shares(fit, validation.rows, ks), strict=True)
+    curve = [(float(k), primary(scores, validation.targets, settings.task)) for k, scores in votes]
     k = ks[int(np.argmax([value for _, value in curve]))]
-    neighbours = fit + validation
-    scaling = Scaling.of(settings.scaling, neighbours.rows)
+    neighbours, notes = fit + validation, _note_on_few_rows(validation)
 
-    def scores(rows: FeatureRows) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-        (votes,) = neighbour_shares(
-            neighbours.rows.scaled(scaling), neighbours.targets, n_classes, rows.scaled(scaling), [k], *resources
-        )
-        return votes, None  # shares of votes are not probabilities: most are exactly 0
+    def of_rows(rows: FeatureRows) -> NDArray[np.float32]:
+        return shares(neighbours, rows, [k])[0]  # not of a model with probabilities: most are exactly 0
 
-    notes = _note_on_few_rows(validation)
-    return Fitted(scores, len(neighbours), "k", k, curve, len(validation), chosen_on, threshold=0.5, notes=notes)
+    return Fitted(of_rows, len(neighbours), "k", k, curve, len(validation), chosen_on, threshold=0.5, notes=notes)
 
 
 def centroid(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
@@ -222,7 +221,7 @@ def centroid(train: Labelled, val: Labelled | None, settings: Settings) -> Fitte
     on_validation = float(np.concatenate(right).mean()) if right else math.nan
     all_rows = train if val is None else train + val
     model = _class_means(all_rows, settings)
-    return Fitted(_scorer(model), len(all_rows), chosen_on=chosen_on, model=model, validation=on_validation)
+    return Fitted(model.scores, len(all_rows), chosen_on=chosen_on, model=model, validation=on_validation)
 
 
 def _class_means(train: Labelled, settings: Settings) -> LinearProbe:
@@ -257,7 +256,7 @@ def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     weights, biases = fit_ridge(all_rows.rows.scaled(scaling), all_rows.targets, [alpha])
     model = LinearProbe(weights[0], biases[0], settings.classes, settings.task, scaling, has_probabilities=False)
     notes = _note_on_range("alpha", alpha, curve) + _note_on_few_rows(validation)
-    return Fitted(_scorer(model), len(all_rows), "alpha", alpha, curve, len(validation), chosen_on, model, notes=notes)
+    return Fitted(model.scores, len(all_rows), "alpha", alpha, curve, len(validation), chosen_on, model, notes=notes)
 
 
 _CLASSES = ("classification", "multilabel")
@@ -328,17 +327,16 @@ def few_shot(
     fewest_val = fewest if val is None else int(np.bincount(val.targets, minlength=n_classes).min())
     for train, generator in zip(independent, generators, strict=True):
         order = _shuffle_by_class(train.targets, n_classes, generator)
-        order_val = None if val is None else _shuffle_by_class(val.targets, n_classes, generator)
+        source, order_val = train, [rows[::-1] for rows in order]  # without validation rows, the last training rows
+        if val is not None:
+            source, order_val = val, _shuffle_by_class(val.targets, n_classes, generator)
         for shots in SHOTS:
             n_val = min(shots, 4)
             n_kept = n_val if val is None else 0
             if shots + n_kept > fewest or n_val > fewest_val:
                 continue
             drawn = _chosen(train, [rows[:shots] for rows in order]).held()
-            if val is None or order_val is None:
-                validation = _chosen(train, [rows[-n_val:] for rows in order])
-            else:
-                validation = _chosen(val, [rows[:n_val] for rows in order_val])
+            validation = _chosen(source, [rows[:n_val] for rows in order_val])
             unseen = _chosen(train, [rows[shots : len(rows) - n_kept][:_MOST_LEFT_OUT] for rows in order])
             probes: dict[float, LinearProbe] = {}
             choice = _on_validation(drawn, validation.held(), _VALIDATION, settings, probes)
@@ -521,17 +519,9 @@ def _refit(choice: _Choice, settings: Settings, strengths: NDArray[np.float64] |
     if not fit.converged[0]:
         notes.append(_note_on_iterations(f"{swept} = {chosen:.3g}", int(fit.iterations[0]), bool(fit.separated[0])))
     return Fitted(
-        _scorer(model), len(choice.all_rows), swept, chosen, curve, len(choice.judged), choice.chosen_on, model,
+        model.scores, len(choice.all_rows), swept, chosen, curve, len(choice.judged), choice.chosen_on, model,
         objective=float(fit.objectives[0]), notes=notes,
     )  # fmt: skip
-
-
-def _scorer(model: LinearProbe) -> Scorer:
-    def scores(rows: FeatureRows) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-        values = model.scores(rows)
-        return values, model.probabilities(values)
-
-    return scores
 
 
 def _shuffle_by_class(
