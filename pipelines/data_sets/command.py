@@ -24,6 +24,10 @@ _KINDS = ("failed", "copy across splits", "copy", "near-duplicate", "suspect lab
 _FORMATS = ("h5", "npy", "parquet", "mat", "hf", "rdm")
 _METRICS = ("correlation", "cosine", "euclidean")
 
+_PATH = click.Path(path_type=Path)
+_layer = partial(click.option, "-l", "--layers", "layer", metavar="LAYER")
+_several = partial(click.option, multiple=True)
+
 
 @command(short_help="Describe a data set and its progress, or compare it with another.")
 @click.argument("out", type=DATA_SET)
@@ -82,18 +86,15 @@ def _print_progress(ctx: click.Context, out: str, as_json: bool) -> None:
 
 @command(short_help="Write an HTML page about a data set.")
 @click.argument("out", type=FOLDER)
-@click.option("-o", "--out", "output", type=click.Path(path_type=Path), help="HTML file. [default: OUT/report.html]")
-@click.option(
-    "-l", "--layers", "layer", metavar="LAYER",
-    help="Layer to compare images by. [default: embedding, or the last layer]",
-)  # fmt: skip
-@click.option(
-    "--map", "maps", multiple=True, type=click.Choice(["pca", "tsne", "umap"]), default=["tsne", "pca"],
+@click.option("-o", "--out", "output", type=_PATH, help="HTML file. [default: OUT/report.html]")
+@_layer(help="Layer to compare images by. [default: embedding, or the last layer]")
+@_several(
+    "--map", "maps", type=click.Choice(["pca", "tsne", "umap"]), default=["tsne", "pca"],
     show_default=True,
     help="Map of the images; may be repeated; the page opens on the first. pca needs no further library.",
 )  # fmt: skip
-@click.option(
-    "--probe", "probe_results", multiple=True, type=click.Path(path_type=Path), metavar="FOLDER",
+@_several(
+    "--probe", "probe_results", type=_PATH, metavar="FOLDER",
     help="More results of `layertap probe`, besides OUT/probe; may be repeated.",
 )  # fmt: skip
 @click.option("--images", help="Location of the images, if they were moved or are behind a URL.")
@@ -120,15 +121,9 @@ def report(out: Path, **settings: Any) -> None:
 
 @command(short_help="List copies, near-duplicates, outliers and suspect labels.")
 @click.argument("out", type=DATA_SET)
-@click.option("-o", "--out", "output", type=click.Path(path_type=Path), help="File: .csv, .json or .parquet.")
-@click.option("-l", "--layers", "layer", help="Layer to compare images by. [default: embedding, or the only layer]")
-@click.option(
-    "--kind",
-    "kinds",
-    multiple=True,
-    type=click.Choice(_KINDS),
-    help="What to look for; may be repeated. [default: all]",
-)
+@click.option("-o", "--out", "output", type=_PATH, help="File: .csv, .json or .parquet.")
+@_layer(help="Layer to compare images by. [default: embedding, or the only layer]")
+@_several("--kind", "kinds", type=click.Choice(_KINDS), help="What to look for; may be repeated. [default: all]")
 @click.option("--images", help="Location of the images, if they were moved; the largest of near-duplicates is kept.")
 @json_flag
 def findings(out: Path | str, as_json: bool, **settings: Any) -> None:
@@ -153,15 +148,13 @@ def findings(out: Path | str, as_json: bool, **settings: Any) -> None:
 @click.argument("query", metavar="[ROW|PATH|IMAGE]", required=False)
 @click.option("--text", help="Text to search for, if the backbone of OUT has a text tower (CLIP, SigLIP).")
 @click.option("-k", type=click.IntRange(min=1), default=10, show_default=True, help="Number of images to find.")
-@click.option(
-    "-l", "--layers", "layer", metavar="LAYER", help="Layer to compare. [default: embedding, or the only layer]"
-)
+@_layer(help="Layer to compare. [default: embedding, or the only layer]")
 @click.option("--itself", is_flag=True, help="Include the query row in the results.")
 @click.option("-b", "--backbone", help=BACKBONE_HELP)
 @click.option("--weights", help="Name or file of the backbone's weights, if the file was moved.")
 @click.option("--images", help="Location of the images, if they were moved or are behind a URL; for --out.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
-@click.option("-o", "--out", "output", type=click.Path(path_type=Path), help="Draw the results; .png, .svg or .pdf.")
+@click.option("-o", "--out", "output", type=_PATH, help="Draw the results; .png, .svg or .pdf.")
 @json_flag
 def search(out: Path | str, query: str | None, as_json: bool, **settings: Any) -> None:
     """Find the images of the data set OUT that are nearest to an image or a text, by exact cosine search.
@@ -202,9 +195,8 @@ def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> 
 
     With --sample, also check that the features belong to these images and these weights.
     """
-    if settings["sample"] is None and (
-        unused := [name for name in ("images", "backbone", "weights") if settings[name]]
-    ):
+    unused = [name for name in ("images", "backbone", "weights") if settings[name]]
+    if settings["sample"] is None and unused:
         raise InputError(f"--{unused[0]} is for computing rows again", hint="add --sample N")
     from pipelines.data_sets import verify as job
 
@@ -221,7 +213,7 @@ def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> 
     help="Images of the rows, in their order: .csv, .parquet, .txt or a folder. [default: the recorded ones]",
 )  # fmt: skip
 @click.option("-b", "--backbone", help="Spec of the backbone. [default: of a data set, the recorded one]")
-@click.option("-l", "--layers", "layer", metavar="LAYER", help="Layer. [default: embedding, or the only layer]")
+@_layer(help="Layer. [default: embedding, or the only layer]")
 @click.option("--sample", type=click.IntRange(min=1), default=32, show_default=True, help="Rows to compute.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the choice of rows.")
 @click.option("--weights", help="Name or file of the backbone's weights.")
@@ -255,10 +247,8 @@ def check(ctx: click.Context, /, features: Path, backbone: str | None, as_json: 
 @command(short_help="Write files for other tools.")
 @click.argument("out", type=DATA_SET)
 @click.option("--to", type=click.Choice(_FORMATS), required=True, help="Format.")
-@click.option(
-    "-o", "--out", "output", type=click.Path(path_type=Path), help="Output file or folder. [default: beside OUT]"
-)
-@click.option("-l", "--layers", multiple=True, metavar="LAYER", help="Layer to export; may be repeated. [default: all]")
+@click.option("-o", "--out", "output", type=_PATH, help="Output file or folder. [default: beside OUT]")
+@_several("-l", "--layers", metavar="LAYER", help="Layer to export; may be repeated. [default: all]")
 @click.option(
     "--thumbnails", type=click.IntRange(8, 2048), metavar="PX",
     help="Add a column `image` of thumbnails of at most PX pixels a side, in Parquet and Hugging Face folders.",
@@ -287,7 +277,7 @@ def export(
 
 @command(short_help="Join data sets into one.")
 @click.argument("sources", nargs=-1, required=True, type=FOLDER)
-@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder of the new data set.")
+@click.option("-o", "--out", type=_PATH, required=True, help="Folder of the new data set.")
 @option("--shard-rows", model=ExtractionSettings)
 @option("--compress", model=ExtractionSettings)
 def merge(sources: tuple[Path, ...], out: Path, shard_rows: int | None, compress: str | None) -> None:

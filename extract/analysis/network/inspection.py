@@ -32,7 +32,6 @@ from extract.analysis.network.reports import (
     AttentionReport,
     Evidence,
     Finding,
-    InputReport,
     ParameterReport,
     PredictionReport,
     RunningStatistics,
@@ -148,15 +147,11 @@ def inspect_model(
         first = next(pairs)
         names = _distinct_layers(model) if layers is None else match_layers(named_layers(model), layers)
         recorder = _Recorder(model, names, first[0], with_gradients=loss is not None)
-        attentions = _attentions(model, first[0])
-        inspection = recorder.run(itertools.chain([first], pairs), loss, on_batch)
-    evidence = Evidence(
-        inspection.tensors, inspection.parameters, recorder.weights, recorder.inputs, attentions, inspection.never_ran,
-        name_of, in_training, recorder.random, recorder.loss_takes_probabilities, bool(recorder.loss_ignores_targets),
-        recorder.predictions,
-    )  # fmt: skip
-    inspection.findings = findings_of(evidence)
-    return inspection
+        found = recorder.evidence
+        found.name_of, found.in_training, found.attentions = name_of, in_training, _attentions(model, first[0])
+        losses = recorder.run(itertools.chain([first], pairs), loss, on_batch)
+    mean = float(np.mean(losses)) if losses else math.nan
+    return Inspection(found.inputs.count, found.tensors, found.parameters, found.never_ran, findings_of(found), mean)
 
 
 def _distinct_layers(model: nn.Module) -> list[str]:
@@ -205,12 +200,13 @@ class _Recorder:
     def __init__(self, model: nn.Module, names: Sequence[str], inputs: Tensor, *, with_gradients: bool):
         self._model = model
         self._names = names
-        self._plans, self.random = _tensor_plans(model, names, inputs)
+        self._plans, random = _tensor_plans(model, names, inputs)
         if not self._plans:
             hint = "" if names else "; the model is a single layer: wrap the model, nn.Sequential(model)"
             raise InputError(f"the model has no layer that returns a floating-point tensor{hint}")
         named = named_layers(model)
-        leaves = _leaves({site.layer for site in self._plans})
+        ran = {site.layer for site in self._plans}
+        leaves = _leaves(ran)
         self.reports = {
             site: TensorReport(
                 str(site), site.layer, type(named[site.layer]).__name__, site.layer in leaves,
@@ -221,21 +217,20 @@ class _Recorder:
         }  # fmt: skip
         # (layer, call) -> sum of squares of the input's finite values, and their number
         self._squares: dict[tuple[str, int], NDArray[np.float64]] = defaultdict(lambda: np.zeros(2))
-        self.inputs = InputReport()
-        weights = (WeightReport.of(name, value) for name, value in _parameters(model, [*names, ""]).items())
-        self.weights = [weight for weight in weights if weight is not None]
-        self.loss_takes_probabilities = False
-        self.loss_ignores_targets: bool | None = None  # judged by the batches up to one for which it does not
-        self.predictions: PredictionReport | None = None
+        self.evidence = Evidence([*self.reports.values()], random=random)
+        self.evidence.never_ran = [name for name in names if name not in ran]
+        parameters = _parameters(model, [*names, ""]).items()
+        self.evidence.weights = [found for name, value in parameters if (found := WeightReport.of(name, value))]
         self._loss_takes_logits: bool | None = None  # judged by the first batch with labels
         self._with_gradients = with_gradients
 
     def run(
         self, batches: Iterable[tuple[Tensor, Any]], loss: Loss | None, on_batch: Callable[[int], None]
-    ) -> Inspection:
+    ) -> list[float]:
+        """Run the batches, and return their losses."""
         parameters = _parameters(self._model, self._names) if loss else {}
         squares: dict[str, list[float]] = {name: [] for name in parameters}
-        images, losses = 0, []
+        losses, seen = list[float](), self.evidence.inputs
         with self._taps() as taps:
             for inputs, targets in batches:
                 if loss is None:
@@ -246,25 +241,19 @@ class _Recorder:
                     losses.append(value)
                     for name, gradient in gradients.items():
                         squares[name].append(float(gradient.double().square().sum()))
-                self.inputs.add(inputs)
-                self._add(taps.record, images)
-                images += len(inputs)
+                self._add(taps.record, seen.count)
+                seen.add(inputs)
                 on_batch(len(inputs))
         for site, report in self.reports.items():
             total, count = self._squares[site.layer, site.call].tolist()
             report.input_rms = math.sqrt(total / count) if count else math.nan
-        reports = []
         for name, parameter in parameters.items():
             finite = [square for square in squares[name] if math.isfinite(square)]
-            reports.append(ParameterReport(
+            self.evidence.parameters.append(ParameterReport(
                 name, name.rpartition(".")[0], float(parameter.detach().double().norm()), parameter.requires_grad,
                 reached=bool(squares[name]), gradient_norm=math.sqrt(float(np.mean(finite))) if finite else math.nan,
             ))  # fmt: skip
-        ran = {site.layer for site in self.reports}
-        return Inspection(
-            images, list(self.reports.values()), reports, [name for name in self._names if name not in ran],
-            loss=float(np.mean(losses)) if losses else math.nan,
-        )  # fmt: skip
+        return losses
 
     def _taps(self) -> Taps:
         # Without copies in place of outputs, a network that writes into them in place is inspected, too. A view that it
@@ -305,19 +294,20 @@ class _Recorder:
 
     def _compare(self, output: Any, targets: Any, value: Tensor, loss: Loss) -> None:
         """Compare the model's output with the targets of a batch."""
-        self.loss_takes_probabilities = _is_loss_of_probabilities(output, targets, value)
-        if self.loss_ignores_targets is not False:
+        evidence = self.evidence
+        evidence.loss_takes_probabilities = _is_loss_of_probabilities(output, targets, value)
+        if evidence.loss_ignores_targets is not False:  # judged by the batches up to one for which it does not
             ignores = _ignores_targets(loss, output, targets)
-            self.loss_ignores_targets = self.loss_ignores_targets if ignores is None else ignores
+            evidence.loss_ignores_targets = evidence.loss_ignores_targets if ignores is None else ignores
         predictions = PredictionReport.of(output, targets)
         if predictions is None or not predictions.images:
             return
         if self._loss_takes_logits is None:
             self._loss_takes_logits = _takes_logits(loss, output, targets)
-        if self._loss_takes_logits and self.predictions is None:
-            self.predictions = predictions
-        elif self.predictions is not None and len(self.predictions.labels) == len(predictions.labels):
-            self.predictions += predictions
+        if self._loss_takes_logits and evidence.predictions is None:
+            evidence.predictions = predictions
+        elif evidence.predictions is not None and len(evidence.predictions.labels) == len(predictions.labels):
+            evidence.predictions += predictions
 
     def _add(self, record: Record, first_image: int) -> None:
         for site in record.sites.values():

@@ -12,6 +12,7 @@ steps, the results and the random numbers drawn are the same as without a monito
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import math
 import sys
@@ -110,7 +111,7 @@ class _Monitor:
         self._every = every
         self._write_rows = _row_writer(to)
         self._on_alarm = on_alarm or (lambda alarm: warnings.warn(str(alarm), RuntimeWarning, stacklevel=2))
-        self._taps: Taps | None = None  # open from the start of a monitored step to the next forward
+        self._monitored = contextlib.ExitStack()  # the taps, from the start of a monitored step to the next forward
         self._input_shape: tuple[int, ...] = ()
         self._handle: RemovableHandle | None = None
         self._earlier_sizes: dict[str, list[float]] = defaultdict(list)
@@ -135,28 +136,22 @@ class _Monitor:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-        self._close(*failure)
-
-    def _close(self, *failure: Any) -> None:
-        """End the monitored step, if any: its backward pass is over, and the taps pass on the record."""
-        taps, self._taps = self._taps, None
-        if taps is not None:
-            taps.__exit__(*(failure or (None, None, None)))
+        self._monitored.__exit__(*failure)
 
     def _on_forward(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook of the model: end the last monitored step, and start the next if it is due."""
         # Hooks are registered now and removed at the next forward: a step that is not monitored costs nothing, and
         # compiled code stays compiled.
-        self._close()
+        self._monitored.close()  # the backward pass of the last monitored step is over: its taps pass on the record
         if not module.training or not torch.is_grad_enabled():
             return
         if self.step % self._every == 0:
             tensors = [value for value in args if isinstance(value, Tensor)]
             self._input_shape = tuple(tensors[0].shape) if tensors else ()
             # No tensor of the training is replaced by a copy.
-            taps = self._taps = taps_of(self._model, replaces=False, on_record=partial(self._on_record, self.step))
+            taps = taps_of(self._model, replaces=False, on_record=partial(self._on_record, self.step))
             self._request(taps)
-            taps.__enter__()
+            self._monitored.enter_context(taps)
             if module is unwrap(module):  # hooks added now are not called for this module in this forward
                 capture_of(taps).begin(sys._getframe(2))
         self.step += 1

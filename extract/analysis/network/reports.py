@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import numpy as np
 import torch
@@ -287,10 +287,7 @@ class PredictionReport:
         return cls(predicted, given, int((chosen == labels).sum()), float(largest.sum()))
 
     def __add__(self, other: PredictionReport) -> PredictionReport:
-        return PredictionReport(
-            self.predicted + other.predicted, self.labels + other.labels, self.right + other.right,
-            self.sure + other.sure,
-        )  # fmt: skip
+        return PredictionReport(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -317,9 +314,9 @@ class AttentionReport:
         return cls(layer, keys, float(one_hot), float(deviation))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Evidence:
-    """All that findings are made from.
+    """All that findings are made from; an inspection fills it in.
 
     Attributes:
         tensors: in the order of computation.
@@ -332,21 +329,21 @@ class Evidence:
         in_training: layers in training mode although the model is in eval mode.
         random: first tensor that differs in two forwards of the same inputs; empty if none does.
         loss_takes_probabilities: whether the loss is the cross-entropy of outputs that are probabilities already.
-        loss_ignores_targets: whether the loss is the same with the targets of other images.
+        loss_ignores_targets: whether the loss is the same with the targets of other images; None: not judged.
         predictions: predictions beside labels; None without a loss, logits or labels.
     """
 
-    tensors: Sequence[TensorReport]
-    parameters: Sequence[ParameterReport] = ()
+    tensors: list[TensorReport]
+    parameters: list[ParameterReport] = field(default_factory=list)
     weights: Sequence[WeightReport] = ()
     inputs: InputReport = field(default_factory=InputReport)
     attentions: Sequence[AttentionReport] = ()
-    never_ran: Sequence[str] = ()
+    never_ran: list[str] = field(default_factory=list)
     name_of: Callable[[int], str] = lambda position: f"image {position}"
     in_training: Sequence[str] = ()
     random: str = ""
     loss_takes_probabilities: bool = False
-    loss_ignores_targets: bool = False
+    loss_ignores_targets: bool | None = None
     predictions: PredictionReport | None = None
 
     @property
