@@ -7,7 +7,7 @@ in Dataset Labels", 2021), by the probabilities of probes that have not seen the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -125,12 +125,9 @@ def findings(
     groups = _copies(reader)
     for number, group in enumerate(groups):
         kind = "copy across splits" if len({reader.splits[row] for row in group}) > 1 else "copy"
-        group = sorted(group, key=suspects.__contains__)
-        others = [group[1], *[group[0]] * (len(group) - 1)]
-        meaning = "the bytes are the same" + _differing(reader, group)
-        for row, other in zip(group, others, strict=True):
-            paths = reader.paths[row], reader.paths[other]
-            table.append(Finding(kind, row, *paths, 1.0, meaning, number, row == group[0]))
+        keep, *others = sorted(group, key=suspects.__contains__)
+        nearest_of = {keep: (others[0], 1.0)} | dict.fromkeys(others, (keep, 1.0))
+        table += _of_group(reader, kind, nearest_of, keep, "the bytes are the same", number)
     if len(good) and ("near-duplicate" in kinds or "outlier" in kinds):
         similar = neighbours or similar_images(reader, array, seed)
         table += _near_duplicates(reader, similar, picture_size, len(groups), suspects) + _outliers(reader, similar)
@@ -140,9 +137,15 @@ def findings(
     return sorted(table, key=lambda found: KINDS.index(found.kind))
 
 
-def _differing(reader: FeatureReader, rows: Sequence[int]) -> str:
-    """Return the end of the meaning of a group: `LABELS_DIFFER` if its rows have several labels."""
-    return LABELS_DIFFER if len(np.unique(reader.labels[rows])) > 1 else ""
+def _of_group(
+    reader: FeatureReader, kind: str, nearest_of: dict[int, tuple[int, float]], keep: int, meaning: str, number: int
+) -> list[Finding]:
+    """Return the findings of a group, that to keep first; of each row, the nearest row and their cosine are given."""
+    meaning += LABELS_DIFFER if len(np.unique(reader.labels[[*nearest_of]])) > 1 else ""
+    return [
+        Finding(kind, row, reader.paths[row], reader.paths[other], cosine, meaning, number, row == keep)
+        for row, (other, cosine) in sorted(nearest_of.items(), key=lambda item: item[0] != keep)
+    ]
 
 
 def _near_duplicates(
@@ -166,18 +169,14 @@ def _near_duplicates(
     for row in sorted(best):
         members.setdefault(int(group_of[row]), []).append(row)
     meaning = f"cosine to the other image; near-duplicates have at least {threshold:.4f}"
-    table, file_sizes = [], reader.column("source_size")
+    table, file_sizes = list[Finding](), reader.column("source_size")
     from_nearest = sorted(members.values(), key=lambda rows: -max(best[row][1] for row in rows))
     for number, group in enumerate(from_nearest, first):
         sizes = [picture_size(row) if picture_size else None for row in group]
         known = [size[0] * size[1] for size in sizes if size is not None]
         largest = known if len(known) == len(group) else file_sizes[group].tolist()
         keep = max(zip(group, largest, strict=True), key=lambda of_row: (of_row[0] not in suspects, of_row[1]))[0]
-        differing = _differing(reader, group)
-        for row in sorted(group, key=lambda row: row != keep):
-            other, cosine = best[row]
-            paths = reader.paths[row], reader.paths[other]
-            table.append(Finding("near-duplicate", row, *paths, cosine, meaning + differing, number, row == keep))
+        table += _of_group(reader, "near-duplicate", {row: best[row] for row in group}, keep, meaning, number)
     return table
 
 

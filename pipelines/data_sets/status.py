@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,7 +48,7 @@ def progress_of(out: str) -> dict[str, Any]:
     status: Counter[str] = Counter()
     # (host, device) -> shards, rows, and seconds of all workers there
     workers: dict[tuple[str, str], NDArray[np.float64]] = {}
-    stages: defaultdict[str, float] = defaultdict(float)
+    stages: Counter[str] = Counter()
     ended: list[tuple[float, int]] = []  # Unix time, rows
     for name, shard, receipt in place.receipts(()):
         done_rows, done_shards = done_rows + len(dataset.shard_range(shard)), done_shards + 1
@@ -60,8 +60,7 @@ def progress_of(out: str) -> dict[str, Any]:
             continue
         worker = built["host"], built["device"]
         workers[worker] = workers.get(worker, 0) + np.array([1, built["computed"], built["seconds"]])
-        for stage, seconds in built["stages"].items():
-            stages[stage] += seconds
+        stages.update(built["stages"])
         ended.append((datetime.fromisoformat(built["ended"]).astimezone(UTC).timestamp(), built["computed"]))
     unfinished, stored = (0, 0) if is_url(out) else _unfinished(dataset)
     now, left = time.time(), dataset.n_rows - done_rows

@@ -115,6 +115,8 @@ class _Monitor:
         self._input_shape: tuple[int, ...] = ()
         self._handle: RemovableHandle | None = None
         self._earlier_sizes: dict[str, list[float]] = defaultdict(list)
+        # By layer, for each channel: the smallest value, and in how many consecutive monitored steps it was constant.
+        self._constant: dict[str, tuple[NDArray[np.float64], NDArray[np.int64]]] = {}
         self._unmoved: Counter[tuple[str, str]] = Counter()  # parameter -> consecutive looks without a change
         self._updates: list[float] = []  # median update of the weights in each monitored step
         self._active: set[tuple[str, str]] = set()  # (kind, layer) of alarms that persist
@@ -223,11 +225,6 @@ class ActivationMonitor(_Monitor):
     A row has step, layer, mean, std, rms, min, max, zeros (share of the values), dead (number of channels that were
     constant in three consecutive monitored steps), channels, not_finite (number of values).
     """
-
-    def __init__(self, model: nn.Module, layers: str | Sequence[str] | None = None, **how: Any):
-        super().__init__(model, layers, **how)
-        # By layer, for each channel: the smallest value, and in how many consecutive monitored steps it was constant.
-        self._constant: dict[str, tuple[NDArray[np.float64], NDArray[np.int64]]] = {}
 
     def _request(self, taps: Taps) -> None:
         taps.keep(self._names, reduce=self._summary)

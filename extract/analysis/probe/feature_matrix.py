@@ -73,8 +73,8 @@ class _ArrayRows:
     columns: tuple[Source, ...]
     index: NDArray[np.int64]  # sorted
 
-    def read(self, start: int, stop: int) -> NDArray[np.float32]:
-        index = self.index[start:stop]
+    def read(self) -> NDArray[np.float32]:
+        index = self.index
         first, last = int(index[0]), int(index[-1]) + 1
         blocks = []
         for source in self.columns:
@@ -190,12 +190,7 @@ class FeatureRows:
 
     def between(self, start: int, stop: int) -> NDArray[np.float32]:
         """Return a scaled copy (stop - start, D) of consecutive rows; values may be not finite."""
-        blocks, first = [], 0
-        for part in self.parts:
-            last = first + len(part.index)
-            if start < last and stop > first:
-                blocks.append(part.read(max(start, first) - first, min(stop, last) - first))
-            first = last
+        blocks = [part.read() for part in self.subset(np.arange(start, stop)).parts]
         if not blocks:
             return np.empty((0, self.width), np.float32)
         return self.scaling(blocks[0] if len(blocks) == 1 else np.concatenate(blocks))
@@ -216,12 +211,9 @@ class FeatureRows:
 
     def _stored_row(self, row: int) -> int:
         """Return the number of a row in the array that it is read from."""
-        for part in self.parts:
-            if row < len(part.index):
-                at, source = int(part.index[row]), part.columns[0]
-                return source._stored_row(at) if isinstance(source, FeatureRows) else at
-            row -= len(part.index)
-        raise IndexError(row)
+        (part,) = self.subset(np.array([row])).parts
+        at, source = int(part.index[0]), part.columns[0]
+        return source._stored_row(at) if isinstance(source, FeatureRows) else at
 
 
 @dataclass(frozen=True)

@@ -187,14 +187,13 @@ class _ReportContent:
         self._layers()
 
     def _classes(self) -> None:
-        labels, classes = self._reader.labels, self._reader.classes
-        counts = np.bincount(labels[labels >= 0], minlength=len(classes))
-        good = np.bincount(labels[self._good][labels[self._good] >= 0], minlength=len(classes))
+        classes = self._reader.counts.classes
+        _, *good = np.bincount(self._reader.labels[self._good] + 1, minlength=len(classes) + 1).tolist()
         self.data["classes"] = [
-            [printable(name)[:_LONGEST], int(count), int(with_features)]
-            for name, count, with_features in list(zip(classes, counts, good, strict=True))[:_CLASSES]
+            [printable(name)[:_LONGEST], count, with_features]
+            for (name, count), with_features in list(zip(classes.items(), good, strict=True))[:_CLASSES]
         ]
-        self.data["unlabelled"] = int((labels < 0).sum())
+        self.data["unlabelled"] = self._reader.counts.unlabelled
         if len(classes) > _CLASSES:
             self.data["notes"].append(f"Only the first {_CLASSES:,} of {len(classes):,} classes are named here.")
 
