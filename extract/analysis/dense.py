@@ -33,15 +33,15 @@ _IMAGES = 64  # scored at once
 # (see `depth`).
 SEGMENTATION = {
     "segmentation": Protocol(
-        clip, "standardise", ("segmentation",), "logistic regression of tokens, 96 lambdas searched from coarse to fine"
+        clip, "logistic regression of tokens, 96 lambdas searched from coarse to fine", ("segmentation",), "standardise"
     ),
     "segmentation-knn": Protocol(
-        knn, "l2", ("segmentation",), "10, 20, 100 or 200 nearest tokens by cosine, temperature 0.07"
+        knn, "10, 20, 100 or 200 nearest tokens by cosine, temperature 0.07", ("segmentation",), "l2"
     ),
 }
 DEPTH = {
     "depth": Protocol(
-        clip, "standardise", ("depth",), "logistic regression of tokens to 16 bins of depth, and the mean of the bins"
+        clip, "logistic regression of tokens to 16 bins of depth, and the mean of the bins", ("depth",), "standardise"
     ),
 }
 

@@ -364,9 +364,7 @@ def similar_images(
     among = np.sort(distinct_images(reader)[1])
     width = max(1, int(np.prod(array.shape[1:])))
     count = int(min(len(among), max(1, max_products / max(1, len(among) * width))))
-    queries = among
-    if count < len(among):
-        queries = np.sort(np.random.default_rng(seed).permutation(among)[:count])
+    queries = np.sort(np.random.default_rng(seed).permutation(among)[:count])
     return SimilarImages(among, queries, _neighbours_of(array, queries, among))
 
 

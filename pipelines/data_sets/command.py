@@ -250,16 +250,13 @@ def check(ctx: click.Context, /, features: Path, backbone: str | None, as_json: 
 @click.option("-o", "--out", "output", type=_PATH, help="Output file or folder. [default: beside OUT]")
 @_several("-l", "--layers", metavar="LAYER", help="Layer to export; may be repeated. [default: all]")
 @click.option(
-    "--thumbnails", type=click.IntRange(8, 2048), metavar="PX",
+    "--thumbnails", "thumbnails_px", type=click.IntRange(8, 2048), metavar="PX",
     help="Add a column `image` of thumbnails of at most PX pixels a side, in Parquet and Hugging Face folders.",
 )  # fmt: skip
 @click.option("--images", help="Location of the images, if they were moved or are behind a URL; for --thumbnails.")
 @click.option("--metric", type=click.Choice(_METRICS), help="Dissimilarity in rdm. [default: correlation]")
 @option("--without", model=ExtractionSettings, metavar="FILE")
-def export(
-    out: Path | str, to: str, output: Path | None, layers: tuple[str, ...], thumbnails: int | None, images: str | None,
-    metric: str | None, without: str | None,
-) -> None:  # fmt: skip
+def export(out: Path | str, **settings: Any) -> None:
     """Write the data set OUT as plain files for other tools: HDF5, NumPy, Parquet, MATLAB or a Hugging Face folder.
 
     With rdm, write the dissimilarity matrix of the images (RDM) in each layer: by default 1 - Pearson's r of each pair.
@@ -271,8 +268,7 @@ def export(
     """
     from pipelines.data_sets.export import run_export
 
-    say = partial(print_line, err=True)
-    print_line(run_export(out, to, output, layers, thumbnails, images, metric, without, say))
+    print_line(run_export(out, **settings, say=partial(print_line, err=True)))
 
 
 @command(short_help="Join data sets into one.")

@@ -176,17 +176,15 @@ def _buffers_kept(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 def _in_training(model: nn.Module) -> list[str]:
     """Return the layers that compute otherwise in training mode, and are in it."""
-    return [
-        name
-        for name, module in named_layers(model).items()
-        if module.training
-        and (
-            isinstance(module, _BatchNorm)
-            or (isinstance(module, _DropoutNd) and module.p > 0)
-            or (isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout > 0)
-            or type(module).__name__ in _DROPS_BRANCHES
-        )
-    ]
+    return [name for name, layer in named_layers(model).items() if layer.training and _computes_otherwise(layer)]
+
+
+def _computes_otherwise(layer: nn.Module) -> bool:
+    """Return whether a layer computes otherwise in training mode."""
+    dropped = layer.p if isinstance(layer, _DropoutNd) else 0.0
+    if isinstance(layer, nn.MultiheadAttention | nn.RNNBase):
+        dropped = layer.dropout
+    return isinstance(layer, _BatchNorm) or type(layer).__name__ in _DROPS_BRANCHES or dropped > 0
 
 
 def does_something(module: nn.Module) -> bool:

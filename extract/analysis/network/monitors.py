@@ -312,9 +312,6 @@ class GradientMonitor(_Monitor):
     def _alarms_of(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
         # Rows are in the order in which the gradients were computed, starting at the loss.
         yield from super()._alarms_of(rows)
-        yield from self._alarms_of_updates([row for row in rows if row["of"] != "output"])
-
-    def _alarms_of_updates(self, rows: Rows) -> Iterable[tuple[str, str, str]]:
         weights = [row["update"] for row in rows if row["of"].startswith("weight") and math.isfinite(row["update"])]
         moved = [update for update in weights if update > 0]  # not those that the optimizer does not have
         if not moved:

@@ -62,7 +62,6 @@ class Scaling:
         mean, variance = moments(rows)
         scale = np.sqrt(variance)
         scale[scale <= 1e-7 * np.abs(mean)] = 1  # a constant column, up to rounding in float32
-        scale[scale == 0] = 1
         return Scaling(name, mean.astype(np.float32), scale.astype(np.float32))
 
 

@@ -137,15 +137,15 @@ class Protocol:
     Attributes:
         fit: function of the training rows, the validation rows or None, and the settings; None for few-shot, which
             fits many probes.
-        scaling: default scaling of the features.
-        tasks: supported tasks.
         about: short description.
+        tasks: supported tasks.
+        scaling: default scaling of the features.
     """
 
     fit: Callable[[Labelled, Labelled | None, Settings], Fitted] | None
-    scaling: str
-    tasks: tuple[str, ...]
     about: str
+    tasks: tuple[str, ...] = ("classification", "multilabel")
+    scaling: str = "none"
 
 
 def simclr(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
@@ -259,19 +259,15 @@ def ridge(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     return Fitted(model.scores, len(all_rows), "alpha", alpha, curve, len(validation), chosen_on, model, notes=notes)
 
 
-_CLASSES = ("classification", "multilabel")
+_CLASSES = ("classification",)
 PROTOCOLS = {
-    "clip": Protocol(clip, "none", _CLASSES, "logistic regression, 96 lambdas searched from coarse to fine"),
-    "simclr": Protocol(simclr, "none", _CLASSES, "logistic regression, 45 C from 1e-6 to 1e5"),
-    "dinov2-logreg": Protocol(
-        dinov2_logreg, "none", _CLASSES, "logistic regression, 45 C, chosen on a tenth of the training rows"
-    ),
-    "knn": Protocol(knn, "l2", _CLASSES, "10, 20, 100 or 200 nearest rows by cosine, temperature 0.07"),
-    "centroid": Protocol(centroid, "l2", ("classification",), "the nearest class mean by cosine"),
-    "fewshot": Protocol(
-        None, "none", ("classification",), "logistic regression on 1, 2, 5, 10, 20 rows a class, five draws"
-    ),
-    "ridge": Protocol(ridge, "standardise", ("regression",), "ridge regression, 45 alphas from 1e-5 to 1e6"),
+    "clip": Protocol(clip, "logistic regression, 96 lambdas searched from coarse to fine"),
+    "simclr": Protocol(simclr, "logistic regression, 45 C from 1e-6 to 1e5"),
+    "dinov2-logreg": Protocol(dinov2_logreg, "logistic regression, 45 C, chosen on a tenth of the training rows"),
+    "knn": Protocol(knn, "10, 20, 100 or 200 nearest rows by cosine, temperature 0.07", scaling="l2"),
+    "centroid": Protocol(centroid, "the nearest class mean by cosine", _CLASSES, "l2"),
+    "fewshot": Protocol(None, "logistic regression on 1, 2, 5, 10, 20 rows a class, five draws", _CLASSES),
+    "ridge": Protocol(ridge, "ridge regression, 45 alphas from 1e-5 to 1e6", ("regression",), "standardise"),
 }
 
 
@@ -672,10 +668,14 @@ def score_left_out(
 
 
 def _value_and_loss(scores: NDArray[Any], targets: NDArray[Any], task: str) -> tuple[float, float]:
-    """Return the primary metric and the log loss of scores (N, K), which have one column for two classes."""
+    """Return the primary metric and the log loss of scores (N, K), which have one column for two classes.
+
+    Scores that are not finite have the worst ones.
+    """
     if task == "classification" and scores.shape[1] == 1:
         scores = np.concatenate([np.zeros_like(scores), scores], 1)
-    return primary(scores, targets, task), _log_loss(scores, targets, task)
+    value, loss = primary(scores, targets, task), _log_loss(scores, targets, task)
+    return -math.inf if math.isnan(value) else value, math.inf if math.isnan(loss) else loss
 
 
 def _log_loss(scores: NDArray[Any], targets: NDArray[Any], task: str) -> float:
@@ -716,9 +716,5 @@ def score_on_validation(
         for start, block in rows.blocks():
             products = (block @ chunk.reshape(-1, chunk.shape[2]).T).reshape(-1, len(chunk), k)
             scores[start : start + len(block)] = products + shift
-        for i in range(len(chunk)):
-            value, loss = _value_and_loss(scores[:, i], targets, task)
-            results.append(
-                ValidationScore(-math.inf if math.isnan(value) else value, math.inf if math.isnan(loss) else loss)
-            )
+        results += [ValidationScore(*_value_and_loss(scores[:, i], targets, task)) for i in range(len(chunk))]
     return results

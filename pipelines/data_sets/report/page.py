@@ -142,20 +142,15 @@ class _ReportContent:
         self._thumbnail_rows: dict[int, None] = {}  # rows that should have thumbnails, most important first
         self._predictions: dict[int, Prediction] = {}
         self.data: dict[str, Any] = {"notes": []}
-        self._layer = self._layer_to_show(layer)
+        if layer is None and "embedding" not in reader.layers and len(reader.layers) > 1:
+            layer = reader.layers[-1]
+            note = f"There is no layer embedding; images are compared by the last layer, {layer}."
+            self.data["notes"].append(printable(note))
+        self._layer = layer_to_search(reader.layers, layer, described["out"])
 
     def page(self) -> bytes:
         """Return the page with the content so far."""
         return assembled(_KIND, self.data, "pipelines.data_sets.report", ["map.js", "sections.js"])
-
-    def _layer_to_show(self, layer: str | None) -> str:
-        layers = self._reader.layers
-        if layer is None and "embedding" not in layers and len(layers) > 1:
-            self.data["notes"].append(
-                printable(f"There is no layer embedding; images are compared by the last layer, {layers[-1]}.")
-            )
-            return layers[-1]
-        return layer_to_search(layers, layer, self._described["out"])
 
     def fill(self, maps: Sequence[str], probe_results: Sequence[Path], images: str | None) -> None:
         """Fill in everything except what `list_rows` and `add_thumbnails` add."""
