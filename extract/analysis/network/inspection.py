@@ -146,10 +146,10 @@ def inspect_model(
         pairs = pairs_of(batches)
         first = next(pairs)
         names = _distinct_layers(model) if layers is None else match_layers(named_layers(model), layers)
-        recorder = _Recorder(model, names, first[0], with_gradients=loss is not None)
+        recorder = _Recorder(model, names, first[0], loss)
         found = recorder.evidence
         found.name_of, found.in_training, found.attentions = name_of, in_training, _attentions(model, first[0])
-        losses = recorder.run(itertools.chain([first], pairs), loss, on_batch)
+        losses = recorder.run(itertools.chain([first], pairs), on_batch)
     mean = float(np.mean(losses)) if losses else math.nan
     return Inspection(found.inputs.count, found.tensors, found.parameters, found.never_ran, findings_of(found), mean)
 
@@ -195,9 +195,9 @@ def does_something(module: nn.Module) -> bool:
 class _Recorder:
     """Taps on the requested layers, and the statistics so far."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str], inputs: Tensor, *, with_gradients: bool):
-        self._model = model
-        self._names = names
+    def __init__(self, model: nn.Module, names: Sequence[str], inputs: Tensor, loss: Loss | None):
+        self._model, self._loss = model, loss
+        self._parameters = _parameters(model, names) if loss else {}
         self._plans, random = _tensor_plans(model, names, inputs)
         if not self._plans:
             hint = "" if names else "; the model is a single layer: wrap the model, nn.Sequential(model)"
@@ -220,22 +220,18 @@ class _Recorder:
         parameters = _parameters(model, [*names, ""]).items()
         self.evidence.weights = [found for name, value in parameters if (found := WeightReport.of(name, value))]
         self._loss_takes_logits: bool | None = None  # judged by the first batch with labels
-        self._with_gradients = with_gradients
 
-    def run(
-        self, batches: Iterable[tuple[Tensor, Any]], loss: Loss | None, on_batch: Callable[[int], None]
-    ) -> list[float]:
+    def run(self, batches: Iterable[tuple[Tensor, Any]], on_batch: Callable[[int], None]) -> list[float]:
         """Run the batches, and return their losses."""
-        parameters = _parameters(self._model, self._names) if loss else {}
-        squares: dict[str, list[float]] = {name: [] for name in parameters}
+        squares: dict[str, list[float]] = {name: [] for name in self._parameters}
         losses, seen = list[float](), self.evidence.inputs
         with self._taps() as taps:
             for inputs, targets in batches:
-                if loss is None:
+                if self._loss is None:
                     with torch.no_grad():
                         taps(inputs.clone())
                 else:
-                    value, gradients = self._backward(taps, inputs, targets, loss, parameters)
+                    value, gradients = self._backward(taps, inputs, targets, self._loss)
                     losses.append(value)
                     for name, gradient in gradients.items():
                         squares[name].append(float(gradient.double().square().sum()))
@@ -245,7 +241,7 @@ class _Recorder:
         for site, report in self.reports.items():
             total, count = self._squares[site.layer, site.call].tolist()
             report.input_rms = math.sqrt(total / count) if count else math.nan
-        for name, parameter in parameters.items():
+        for name, parameter in self._parameters.items():
             finite = [square for square in squares[name] if math.isfinite(square)]
             self.evidence.parameters.append(ParameterReport(
                 name, name.rpartition(".")[0], float(parameter.detach().double().norm()), parameter.requires_grad,
@@ -256,20 +252,18 @@ class _Recorder:
     def _taps(self) -> Taps:
         # Without copies in place of outputs, a network that writes into them in place is inspected, too. A view that it
         # writes into has no gradient then.
-        taps = taps_of(self._model, replaces=False, stop=not self._with_gradients)
+        taps = taps_of(self._model, replaces=False, stop=self._loss is None)
         for site, plan in self._plans.items():
             taps.keep(site, reduce=plan.summary)
-            if self._with_gradients:
+            if self._loss is not None:
                 taps.keep(replace(site, what="grad"), reduce=plan.summary)
         for layer in dict.fromkeys(site.layer for site in self._plans):
             taps.keep(layer, "input", reduce=_sum_of_squares)
         return taps
 
-    def _backward(
-        self, taps: Taps, inputs: Tensor, targets: Any, loss: Loss, parameters: dict[str, nn.Parameter]
-    ) -> tuple[float, dict[str, Tensor]]:
+    def _backward(self, taps: Taps, inputs: Tensor, targets: Any, loss: Loss) -> tuple[float, dict[str, Tensor]]:
         """Compute the loss of a batch, and the gradients of the parameters that it depends on."""
-        trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        trainable = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         with with_gradients():
             # The input requires gradients, so that activations have gradients even if all parameters are frozen.
             inputs = inputs.clone().requires_grad_(inputs.is_floating_point())
