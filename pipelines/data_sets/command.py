@@ -212,7 +212,7 @@ def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> 
     "--paths", "--images", "images", metavar="LIST",
     help="Images of the rows, in their order: .csv, .parquet, .txt or a folder. [default: the recorded ones]",
 )  # fmt: skip
-@click.option("-b", "--backbone", help="Spec of the backbone. [default: of a data set, the recorded one]")
+@click.option("-b", "--backbone", "model", help="Spec of the backbone. [default: of a data set, the recorded one]")
 @_layer(help="Layer. [default: embedding, or the only layer]")
 @click.option("--sample", type=click.IntRange(min=1), default=32, show_default=True, help="Rows to compute.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the choice of rows.")
@@ -221,8 +221,7 @@ def verify(ctx: click.Context, /, out: Path, as_json: bool, **settings: Any) -> 
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
 @json_flag
 @click.pass_context
-def check(ctx: click.Context, /, features: Path, backbone: str | None, as_json: bool,
-          **settings: Any) -> None:  # fmt: skip
+def check(ctx: click.Context, /, features: Path, as_json: bool, **settings: Any) -> None:
     """Compute rows of FEATURES again, and say why they differ, if they do; exit with 1 then.
 
     FEATURES is a data set, or FILE.npy, FILE.h5:NAME or FILE.parquet:COLUMN of another program. The preprocessing,
@@ -236,7 +235,7 @@ def check(ctx: click.Context, /, features: Path, backbone: str | None, as_json: 
 
     from extract.extraction.check import check as compare
 
-    result = compare(features, model=backbone, **settings)
+    result = compare(features, **settings)
     print_result(
         result, as_json, lambda each: {"features": str(features), **asdict(each)}, lambda each, say: say(str(each))
     )

@@ -137,12 +137,11 @@ def _with_pairs(
 
 def _in_computation_order(backbone: Backbone, choice: Choice) -> Choice:
     """Return the same features in the order of computation."""
-    taps = choice.kept_by(Taps(backbone.model, stop=True), torch.float32)
-    with taps:
+    with choice.kept_by(Taps(backbone.model, stop=True), torch.float32) as taps:
         black = torch.zeros(1, *backbone.preprocessing.crop_px, 3, dtype=torch.uint8, device=backbone.device)
         taps(backbone.preprocessing.to_input(black))
-        position = {site: i for i, site in enumerate(taps.record.sites.values())}
-    return replace(choice, features=sorted(choice.features, key=lambda feature: position[feature.site]))
+        order = list(taps.record.sites.values())
+    return replace(choice, features=sorted(choice.features, key=lambda feature: order.index(feature.site)))
 
 
 def mean_activations(
@@ -159,8 +158,7 @@ def mean_activations(
     with torch.no_grad(), evaluating(backbone.model), full_float32():
         choice = whole_layers(backbone, layers)
         for inputs, _ in pairs:
-            taps = choice.kept_by(Taps(backbone.model, stop=True), torch.float64)
-            with taps:
+            with choice.kept_by(Taps(backbone.model, stop=True), torch.float64) as taps:
                 taps(inputs.clone())
                 for feature in choice.features:
                     total = taps.record[feature.site][feature.name].sum(0, keepdim=True)

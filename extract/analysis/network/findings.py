@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from extract.analysis.network import loss_findings as losses
 from extract.analysis.network import weight_findings as weights
@@ -431,11 +432,11 @@ def _is_lost(tensor: TensorReport) -> bool:
     return tensor.activations.images >= _VALUES_FOR_CONSTANT and tensor.variation < _LOST
 
 
-def _with_gradients(evidence: Evidence) -> list[TensorReport]:
-    """Return the tensors with gradients; none if activations are not finite or equal for all inputs."""
-    if evidence.inputs.equal or any(map(_is_broken, evidence.tensors)):
-        return []
-    return [tensor for tensor in evidence.tensors if tensor.gradients is not None]
+def _with_gradients(evidence: Evidence) -> tuple[list[TensorReport], NDArray[np.float64]]:
+    """Return tensors with gradients, and their norms; none if activations are not finite, or all inputs are equal."""
+    judged = not evidence.inputs.equal and not any(map(_is_broken, evidence.tensors))
+    reached = [tensor for tensor in evidence.tensors if judged and tensor.gradients is not None]
+    return reached, np.array([tensor.gradient_norm for tensor in reached])
 
 
 def vanishing_gradients(evidence: Evidence, explained: set[str]) -> list[Finding]:
@@ -444,14 +445,13 @@ def vanishing_gradients(evidence: Evidence, explained: set[str]) -> list[Finding
     A branch may have small gradients by design while the rest of the network has larger gradients. A place counts only
     if the largest gradient of all tensors before it is small.
     """
-    reached = _with_gradients(evidence)
+    reached, norms = _with_gradients(evidence)
     broken = [tensor for tensor in reached if tensor.gradients and tensor.gradients.nan + tensor.gradients.infinite]
     if broken:
         return [Finding("not finite", broken[-1].name, "the gradient of its output has values that are not finite")]
     # With initial running statistics, a batch normalisation does not normalise, as it will in training.
     if not reached or evidence.untrained:
         return []
-    norms = np.array([tensor.gradient_norm for tensor in reached])
     if not norms.any():
         zero = Finding("vanishing gradients", reached[-1].name, "all gradients are zero: the loss does not change")
         return [] if zero.layer in explained else [zero]
@@ -469,17 +469,14 @@ def vanishing_gradients(evidence: Evidence, explained: set[str]) -> list[Finding
 
 def exploding_gradients(evidence: Evidence, explained: set[str]) -> list[Finding]:
     """Find where gradients grow on the way from the loss to the first layers."""
-    reached = _with_gradients(evidence)
-    norms = np.array([tensor.gradient_norm for tensor in reached])
+    reached, norms = _with_gradients(evidence)
     if not np.isfinite(norms).all() or not norms.any():
         return []
     end = float(norms[-1]) or float(norms[np.flatnonzero(norms)[-1]])
     large = np.flatnonzero(norms > _EXPLODED * end)
-    if not len(large) or large[-1] + 1 >= len(reached):
+    if not len(large) or large[-1] + 1 >= len(reached) or reached[large[-1] + 1].name in explained:
         return []
     tensor, before = reached[large[-1] + 1], reached[large[-1]]
-    if tensor.name in explained:
-        return []
     text = (
         f"gradients explode: their norm is {tensor.gradient_norm:.1e} at its output, {before.gradient_norm:.1e} "
         f"before it, and {norms.max():.1e} at most"

@@ -39,7 +39,6 @@ from extract.analysis.row_findings import (
 from extract.analysis.row_groups import row_groups
 from extract.errors import InputError
 from extract.row_status import Status
-from extract.store.format.dataset import DataSet
 from extract.store.reader import FeatureReader
 from extract.system.atomic_files import link_target, write_whole
 from extract.system.optional_libraries import own_version
@@ -103,14 +102,13 @@ def run_report(
         raise InputError(f"{output} already exists and is not a layertap report", hint="name another file")
     say("reading the description")
     described = describe(out)
-    dataset = DataSet.open(out)
     with FeatureReader(out, partial=not described["complete"], check=True) as reader:
-        content = _ReportContent(reader, described, dataset, layer, seed, say)
+        content = _ReportContent(reader, described, layer, seed, say)
         content.fill(maps, probe_results, images)
         content.list_rows()
         say("making thumbnails")
         room = PAGE_BYTES - len(content.page()) - 200_000  # for the list of the thumbnails
-        content.add_thumbnails(dataset.images["root"], images, thumbnails, room)
+        content.add_thumbnails(images, thumbnails, room)
     write_whole(written_to, content.page())
     return output
 
@@ -121,7 +119,6 @@ class _ReportContent:
     Args:
         reader: reader of the data set.
         described: its description by `pipelines.data_sets.show.describe`.
-        dataset: the data set.
         layer: layer by which images are compared; None: `embedding`, or the last layer.
         seed: seed of random choices.
         say: receives a line about each step.
@@ -131,11 +128,9 @@ class _ReportContent:
     """
 
     def __init__(
-        self, reader: FeatureReader, described: dict[str, Any], dataset: DataSet, layer: str | None, seed: int,
-        say: Callable[[str], None],
-    ):  # fmt: skip
+        self, reader: FeatureReader, described: dict[str, Any], layer: str | None, seed: int, say: Callable[[str], None]
+    ):
         self._reader, self._described, self._seed, self._say = reader, described, seed, say
-        self._dataset = dataset
         self._good = np.flatnonzero(reader.status == Status.OK)
         self._failed = {row for row, *_ in reader.failures}
         self._listed_rows: dict[int, None] = {}  # rows that the page names
@@ -200,7 +195,7 @@ class _ReportContent:
             kinds.remove("suspect label")
             self.data["notes"].append("Suspect labels would take minutes here; layertap findings looks for them.")
         self._say("looking for copies, outliers and suspect labels")
-        root, rows = self._dataset.images["root"], range(len(self._reader))
+        root, rows = self._described["images"]["root"], range(len(self._reader))
         pictures = functools.cache(lambda: Pictures(self._reader, root, rows, images))
         table = findings_by_pictures(
             self._reader, pictures, self._say, layer=self._layer, kinds=kinds, seed=self._seed, neighbours=neighbours
@@ -226,7 +221,7 @@ class _ReportContent:
 
     def _probes(self, probe_results: Sequence[Path]) -> None:
         """Fill in results of probes, and the images that one of them misclassified, most confident first."""
-        results, notes = probes(self._dataset.out, probe_results)
+        results, notes = probes(Path(self._described["out"]), probe_results)
         self.data["notes"] += notes
         about, self._predictions, more_notes = predictions_of(
             results, self._reader.fingerprint, self.data["layer"], self._reader.paths
@@ -356,25 +351,24 @@ class _ReportContent:
         points = self.data.get("map", {}).get("rows", [])
         self._listed_rows |= self._thumbnail_rows | dict.fromkeys(points)
         self._thumbnail_rows |= dict.fromkeys(np.random.default_rng(self._seed).permutation(points).tolist())
-        paths, labels, splits, numbers = (
-            self._reader.paths, self._reader.labels, self._reader.splits, self._reader.rows,
-        )  # fmt: skip
+        paths, labels = self._reader.paths, self._reader.labels
+        splits, numbers = self._reader.splits, self._reader.rows
         self.data["rows"] = {
             str(row): [_shortened(printable(paths[row])), int(labels[row]), printable(splits[row]), int(numbers[row]),
                        *self._predictions.get(row, ())]
             for row in self._listed_rows
         }  # fmt: skip
 
-    def add_thumbnails(self, root: str, images: str | None, limit: int, room: int) -> None:
+    def add_thumbnails(self, images: str | None, limit: int, room: int) -> None:
         """Fill in thumbnails of as many rows as there is room for, and a note about them.
 
         Args:
-            root: location of the images as recorded in the data set.
-            images: location that the user named; None: `root`.
+            images: location that the user named; None: the recorded location.
             limit: maximum number of thumbnails.
             room: bytes for all thumbnails.
         """
         self.data |= {"thumbnails": vars(ThumbnailSheets()), "about_thumbnails": ""}
+        root = self._described["images"]["root"]
         rows = [row for row in self._thumbnail_rows if row not in self._failed]
         rows = rows[: min(limit, _URL_THUMBNAILS) if is_url(images or root) else limit]
         if not rows:
