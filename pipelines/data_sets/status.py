@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,7 +47,7 @@ def progress_of(out: str) -> dict[str, Any]:
     without_receipt: list[str] = []  # it may follow
     status: Counter[str] = Counter()
     # (host, device) -> shards, rows, and seconds of all workers there
-    workers: dict[tuple[str, str], NDArray[np.float64]] = {}
+    workers: defaultdict[tuple[str, str], NDArray[np.float64]] = defaultdict(lambda: np.zeros(3))
     stages: Counter[str] = Counter()
     ended: list[tuple[float, int]] = []  # Unix time, rows
     for name, shard, receipt in place.receipts(()):
@@ -58,8 +58,7 @@ def progress_of(out: str) -> dict[str, Any]:
         status.update(receipt["status"])
         if (built := receipt.get("made")) is None:
             continue
-        worker = built["host"], built["device"]
-        workers[worker] = workers.get(worker, 0) + np.array([1, built["computed"], built["seconds"]])
+        workers[built["host"], built["device"]] += [1, built["computed"], built["seconds"]]
         stages.update(built["stages"])
         ended.append((datetime.fromisoformat(built["ended"]).astimezone(UTC).timestamp(), built["computed"]))
     unfinished, stored = (0, 0) if is_url(out) else _unfinished(dataset)

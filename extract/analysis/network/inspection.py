@@ -364,8 +364,7 @@ def _attentions(model: nn.Module, inputs: Tensor) -> list[AttentionReport]:
     names = [name for name, kind in types.items() if "attention" in kind or "attn" in kind]
     if not names:
         return []
-    taps = Taps(model).keep(names, "attention")
-    with torch.no_grad(), taps:
+    with torch.no_grad(), Taps(model).keep(names, "attention") as taps:
         taps(inputs[:_TRIAL_INPUTS].clone())
         record = taps.record
     sites = list(record.sites.values())
