@@ -257,9 +257,7 @@ class _Recorder:
             taps.keep(site, reduce=plan.summary)
             if self._loss is not None:
                 taps.keep(replace(site, what="grad"), reduce=plan.summary)
-        for layer in dict.fromkeys(site.layer for site in self._plans):
-            taps.keep(layer, "input", reduce=_sum_of_squares)
-        return taps
+        return taps.keep(list(dict.fromkeys(site.layer for site in self._plans)), "input", reduce=_sum_of_squares)
 
     def _backward(self, taps: Taps, inputs: Tensor, targets: Any, loss: Loss) -> tuple[float, dict[str, Tensor]]:
         """Compute the loss of a batch, and the gradients of the parameters that it depends on."""
