@@ -57,8 +57,7 @@ def show(ctx: click.Context, /, out: Path | str, other: Path | None, status: boo
         from pipelines.data_sets.show import print_diff
 
         first = FOLDER.convert(out, None, ctx)
-        print_text = partial(print_diff, first=first, second=other)
-        print_result(compare(first, other), as_json, dict, print_text)
+        print_result(compare(first, other), as_json, dict, partial(print_diff, first=first, second=other))
         return
     if status or is_url(str(out)):
         _print_progress(ctx, str(out), as_json)

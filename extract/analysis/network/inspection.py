@@ -385,11 +385,10 @@ def _tensor_plans(model: nn.Module, names: Sequence[str], inputs: Tensor) -> tup
     Also the first output that differs in two forwards of the same inputs; empty if none does.
     """
     trial_inputs = inputs[:_TRIAL_INPUTS].detach().clone()  # a model may write to its input
-    wanted = [(name, "output") for name in names]
     trial: Trial | None = None
     if len(trial_inputs) > 1:
         with contextlib.suppress(LayertapError):
-            trial = Trial(model, trial_inputs, wanted)  # type: ignore[arg-type]
+            trial = Trial(model, trial_inputs, [(name, "output") for name in names])
     with torch.no_grad(), Taps(model, list(names)) as taps:
         taps(trial_inputs.clone())
         record = taps.record if trial is None else trial.record

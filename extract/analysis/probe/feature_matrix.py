@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -156,13 +156,16 @@ class FeatureRows:
 
     def subset(self, chosen: NDArray[np.int64]) -> FeatureRows:
         """Select rows by their sorted numbers in this object."""
-        parts, start = [], 0
+        return self._picked(lambda first, end: chosen[slice(*np.searchsorted(chosen, (first, end)))] - first)
+
+    def _picked(self, places: Callable[[int, int], slice | NDArray[np.int64]]) -> FeatureRows:
+        """Return the rows at places of each part, which a function of its first row and its end returns."""
+        parts, first = [], 0
         for part in self.parts:
-            inside = chosen[np.searchsorted(chosen, start) : np.searchsorted(chosen, start + len(part.index))] - start
-            if len(inside):
-                parts.append(_ArrayRows(part.columns, part.index[inside]))
-            start += len(part.index)
-        return replace(self, parts=tuple(parts))
+            end = first + len(part.index)
+            parts.append(_ArrayRows(part.columns, part.index[places(first, end)]))
+            first = end
+        return replace(self, parts=tuple(part for part in parts if len(part.index)))
 
     def scaled(self, scaling: Scaling) -> FeatureRows:
         """Return the same rows with a scaling that is applied on reading."""
@@ -189,7 +192,8 @@ class FeatureRows:
 
     def between(self, start: int, stop: int) -> NDArray[np.float32]:
         """Return a scaled copy (stop - start, D) of consecutive rows; values may be not finite."""
-        blocks = [part.read() for part in self.subset(np.arange(start, stop)).parts]
+        picked = self._picked(lambda first, _: slice(max(0, start - first), max(0, stop - first)))
+        blocks = [part.read() for part in picked.parts]
         if not blocks:
             return np.empty((0, self.width), np.float32)
         return self.scaling(blocks[0] if len(blocks) == 1 else np.concatenate(blocks))
