@@ -392,11 +392,9 @@ class _ReportContent:
 
 def _in_several(table: Sequence[Finding], value: Callable[[Finding], str]) -> dict[str, int]:
     """Return kind -> number of its groups whose images have different values."""
-    values: dict[tuple[str, int], set[str]] = {}
-    for found in table:
-        if found.group is not None:
-            values.setdefault((found.kind, found.group), set()).add(value(found))
-    return Counter(kind for (kind, _), different in values.items() if len(different) > 1)
+    values = {(found.kind, found.group, value(found)) for found in table if found.group is not None}
+    counts = Counter((kind, group) for kind, group, _ in values)
+    return Counter(kind for (kind, _), count in counts.items() if count > 1)
 
 
 def _shortened(path: str) -> str:
