@@ -72,7 +72,7 @@ def print_usage_error(error: click.ClickException) -> None:
     elif isinstance(error, click.BadParameter) and error.param and isinstance(error.param.type, click.Choice):
         word = message.rpartition("' is not one of")[0].rpartition(": '")[2]
         # 0.5: fp16 is near float16
-        hint = _did_you_mean(difflib.get_close_matches(word, error.param.type.choices, n=2, cutoff=0.6))
+        hint = _did_you_mean(difflib.get_close_matches(word, error.param.type.choices, n=2, cutoff=0.51))  # fp16 resembles float16
         if error.param.name == "kind":
             hint = GONE_KINDS.get(word, hint)
         if error.param.name == "kinds" and word.startswith("dup"):  # of `findings`
