@@ -71,8 +71,8 @@ def print_usage_error(error: click.ClickException) -> None:
         message = f"{start}({textwrap.shorten(extra, _LONGEST_ARGUMENTS, placeholder=' ...)')}"
     elif isinstance(error, click.BadParameter) and error.param and isinstance(error.param.type, click.Choice):
         word = message.rpartition("' is not one of")[0].rpartition(": '")[2]
-        # 0.5: fp16 is near float16
-        hint = _did_you_mean(difflib.get_close_matches(word, error.param.type.choices, n=2, cutoff=0.51))  # fp16 resembles float16
+        # 0.51: fp16 is near float16, and lasso not near pls
+        hint = _did_you_mean(difflib.get_close_matches(word, error.param.type.choices, n=2, cutoff=0.51))
         if error.param.name == "kind":
             hint = GONE_KINDS.get(word, hint)
         if error.param.name == "kinds" and word.startswith("dup"):  # of `findings`

@@ -89,7 +89,7 @@ MISTAKES = {
     "embed photos --dtype int4": "Invalid value for '--dtype': 'int4' is not one of 'float32', 'float16', 'bfloat16', "
         "'int8'\n\nhint: did you mean int8?",
     "embed photos --dtype fp16": "Invalid value for '--dtype': 'fp16' is not one of 'float32', 'float16', 'bfloat16', "
-        "'int8'\n\nhint: did you mean float16 or bfloat16?",
+        "'int8'\n\nhint: did you mean float16?",
     "findings outputs/photos --kind duplicates": "Invalid value for '--kind': 'duplicates' is not one of 'failed', "
         "'copy across splits', 'copy', 'near-duplicate', 'suspect label', 'outlier'\n\n"
         "hint: did you mean copy or near-duplicate?",
