@@ -207,7 +207,7 @@ def _suspect_labels(reader: FeatureReader, features: FeatureRows, rows: NDArray[
 
 
 def left_out_probabilities(
-    rows: FeatureRows, labels: NDArray[np.int64], images: NDArray[np.int64], seed: int = 0, device: str = "auto"
+    rows: FeatureRows, labels: NDArray[np.int64], images: NDArray[np.int64], seed: int = 0
 ) -> NDArray[np.float64]:
     """Return the probabilities (N, K) of each row by logistic regression on four fifths of the images, without its own.
 
@@ -218,7 +218,6 @@ def left_out_probabilities(
         labels: (N,) classes, 0 to K - 1; at least one row.
         images: (N,) number of the image of each row, 0 to I - 1; its rows, copies or parts, are left out together.
         seed: seed of the folds.
-        device: device to compute on.
 
     Returns:
         NaN for rows of classes with less than five images: too few to say what the class looks like.
@@ -231,7 +230,7 @@ def left_out_probabilities(
     judged = (folds >= 0) & (n_images[labels] >= N_FOLDS)  # copies with a rare label are left out, but not judged
     if len(np.unique(labels[judged])) < 2:
         return probabilities
-    torch_device, memory_bytes = probe_resources(device, None)
+    torch_device, memory_bytes = probe_resources("auto", None)
     if rows.nbytes <= memory_bytes // 3:
         rows = rows.held()
     problem = LogisticRegression(rows, labels, n_classes, device=torch_device, memory_bytes=memory_bytes)

@@ -15,7 +15,7 @@ from extract.analysis.dataset_diff import image_hashes
 from extract.row_status import Status
 from extract.store.reader import FeatureReader
 
-__all__ = ["components", "row_groups"]
+__all__ = ["components", "first_rows_of", "row_groups"]
 
 
 def row_groups(reader: FeatureReader, further: Sequence[str | None] | None = None) -> NDArray[np.int64]:
@@ -27,14 +27,14 @@ def row_groups(reader: FeatureReader, further: Sequence[str | None] | None = Non
     """
     good = (reader.status == Status.OK).tolist()
     copies = (digest if ok else None for digest, ok in zip(image_hashes(reader).tolist(), good, strict=True))
-    first_rows = [_first_rows(copies), _first_rows(reader.files)]
+    first_rows = [first_rows_of(copies), first_rows_of(reader.files)]
     if further is not None:
-        first_rows.append(_first_rows(value or None for value in further))
+        first_rows.append(first_rows_of(value or None for value in further))
     pairs = [np.stack([first, np.arange(len(good))], 1) for first in first_rows]
     return np.unique(components(np.concatenate(pairs), len(good)), return_inverse=True)[1]
 
 
-def _first_rows(keys: Iterable[Hashable | None]) -> NDArray[np.int64]:
+def first_rows_of(keys: Iterable[Hashable | None]) -> NDArray[np.int64]:
     """Return the first row (N,) with the key of each row; a row without a key is its own."""
     first: dict[Hashable, int] = {}
     rows = (row if key is None else first.setdefault(key, row) for row, key in enumerate(keys))

@@ -16,6 +16,7 @@ from extract.analysis.encoding.responses import Floats, Responses, known_mean
 from extract.analysis.encoding.scores import q_values, scores
 from extract.analysis.probe.feature_matrix import FeatureRows, Source, row_products
 from extract.analysis.probe.probing import probe_resources
+from extract.analysis.row_groups import first_rows_of
 from extract.errors import InputError, unknown_name
 
 __all__ = ["FITS", "STRENGTHS", "Encoding", "LayerScores", "encoding"]
@@ -165,7 +166,7 @@ def encoding(
     if rows.ndim != 1 or rows.dtype.kind not in "iu":
         hint = "the row of the features for each row of targets, or -1"
         raise InputError(f"images are {rows.dtype} of shape {rows.shape}; expected whole numbers (P,)", hint=hint)
-    group = np.arange(min(counts)) if groups is None else _first_of_groups(groups)
+    group = np.arange(min(counts)) if groups is None else _groups(groups)
     if {*counts, len(group)} != {min(counts)} or len(rows) != len(targets) or rows.max(initial=-1) >= min(counts):
         found_counts = (
             f"{', '.join(map(str, sorted(counts)))} rows, groups {len(group)}, and the targets {len(targets)}"
@@ -225,11 +226,9 @@ def _in_numpy(targets: Any) -> Any:
     return targets if isinstance(getattr(targets, "dtype", None), np.dtype) else np.asarray(targets)
 
 
-def _first_of_groups(groups: ArrayLike) -> NDArray[np.int64]:
-    """Return the first row (N,) of the group of each row."""
-    first: dict[Any, int] = {}
-    return np.array([row if value is None or value != value else first.setdefault(value, row)
-                     for row, value in enumerate(np.asarray(groups).ravel().tolist())])  # fmt: skip
+def _groups(groups: ArrayLike) -> NDArray[np.int64]:
+    """Return the first row (N,) of the group of each row; None and NaN are no group."""
+    return first_rows_of(value if value == value else None for value in np.asarray(groups).ravel().tolist())
 
 
 def _fold_of_groups(groups: NDArray[np.int64], n_folds: int, seed: int) -> NDArray[np.int64]:
