@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from extract import FeatureReader, InputError, LayertapError, extract_features
 from extract.extraction.settings import ExtractionSettings
@@ -295,12 +295,49 @@ def test_masks_that_cannot_be_used_are_named(tmp_path: Path) -> None:
             list_images(photos, parts=asking(**({"content": 0.5, "masks": masks} | settings)))
 
     refused("1.jpg has no mask; expected .*/masks/1.png")
+    refused("masks: .*/nowhere is not a folder", masks=tmp_path / "nowhere")
+    refused("masks: an empty text is not a folder", masks="")
     (masks / "1.png").write_bytes(b"no picture")
-    refused("masks/1.png cannot be read: ")
+    refused("masks/1.png cannot be read: not a PNG or TIFF")
+    make_picture(1, 400, 300).save(masks / "1.png", format="JPEG")
+    refused("masks/1.png cannot be read: JPEG and such formats do not keep 0 as it is")
+    make_picture(1, 400, 300).save(masks / "1.png")
+    refused("masks/1.png cannot be read: more than 1,000 pixels; --max-pixels", max_pixels=1000)
+    Image.new("L", (400, 300)).save(masks / "1.tif", tiffinfo={262: 0})
+    refused("masks/1.png and .*/masks/1.tif are masks of 1.jpg")
+    (masks / "1.png").unlink()
+    refused("masks/1.tif cannot be read: its 0 is white")
+    (masks / "1.tif").unlink()
     Image.new("L", (300, 400)).save(masks / "1.png")
     refused("masks/1.png has 300 x 400 pixels, and 1.jpg 400 x 300; expected the same ratio")
     refused("masks tell the content of tiles, and all tiles are kept; add --content 0.5", content=0)
     refused("masks is that of tiles, and there are none", tiles=None, content=0)
+    make_picture(1, 400, 300).save(photos / "1.png")
+    refused("masks: the mask of 1 belongs to several pictures")
+    (photos / "1.jpg").unlink()
+    refused("photos/1.png is the picture, not its mask", masks=photos)
+    (masks / "list.csv").write_text("path\n../photos/1.png\n")
+    with pytest.raises(InputError, match="masks belong to pictures of one folder"):
+        list_images(masks / "list.csv", parts=asking(content=0.5, masks=masks))
+
+
+def test_masks_are_turned_as_pictures_are(tmp_path: Path) -> None:
+    for folder in ("photos", "masks"):
+        (tmp_path / folder).mkdir()
+    turned, mask = Image.Exif(), np.zeros((300, 400), np.uint8)
+    turned[ExifTags.Base.Orientation] = 3
+    mask[:50, :50] = 1
+    make_picture(1, 400, 300).save(tmp_path / "photos" / "1.jpg", exif=turned)
+    Image.fromarray(mask).save(tmp_path / "masks" / "1.png", exif=turned)
+    for orientation, corner in (("exif", "350,250"), ("ignore", "0,0")):
+        asked = asking(tiles=50, content=0.5, masks=tmp_path / "masks", orientation=orientation)
+        assert list_images(tmp_path / "photos", parts=asked).paths == [f"1.jpg#xywh={corner},50,50"]
+
+
+@pytest.mark.parametrize("side", [7, 109, 218])
+def test_shares_are_those_of_pixels_up_to_the_edge(side: int) -> None:
+    share = share_of(np.ones((10, side), np.bool_), (100, 100))  # in floats, 100 * (side / 100) is above the side
+    assert [share(window) for window in tiles([(100, 100)], 40, 0, 0)] == [1.0] * 9
 
 
 def test_the_overview_of_a_pyramid_is_that_of_the_whole(pyramid: bytes, levels: list[np.ndarray]) -> None:
