@@ -284,9 +284,11 @@ def moments(rows: FeatureRows) -> tuple[NDArray[np.float64], NDArray[np.float64]
     """Return the mean (D,) and variance (D,) of columns, from the differences of the rows and the first one."""
     first, sums, squares = rows.between(0, 1), np.zeros(rows.width), np.zeros(rows.width)
     for _, block in rows.blocks():
-        block -= first  # a column that is far from zero has small differences, whose squares keep all digits
-        sums += block.sum(0, dtype=np.float64)
-        squares += np.einsum("nd,nd->d", block, block, dtype=np.float64)
+        # Of a column that is far from zero, these are small, and their squares keep all digits. In float32, those of
+        # large values would overflow.
+        differences = np.subtract(block, first, dtype=np.float64)
+        sums += differences.sum(0)
+        squares += np.einsum("nd,nd->d", differences, differences)
     shift = sums / len(rows)
     return first[0] + shift, np.maximum(squares / len(rows) - shift**2, 0)
 

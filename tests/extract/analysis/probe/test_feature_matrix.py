@@ -8,7 +8,7 @@ import pytest
 import torch
 from sklearn.preprocessing import StandardScaler, normalize
 
-from extract.analysis.probe.feature_matrix import FeatureRows, Scaling
+from extract.analysis.probe.feature_matrix import FeatureRows, Scaling, moments
 from extract.errors import InputError
 
 
@@ -70,6 +70,13 @@ def test_scalings_are_those_of_scikit_learn(offset):
     scaled = rows.scaled(Scaling.of("standardise", rows)).between(0, 300)
     np.testing.assert_allclose(scaled, expected, atol=2e-3 if offset else 1e-5)
     np.testing.assert_allclose(rows.scaled(Scaling("l2")).between(0, 300), normalize(x), atol=1e-6)
+
+
+def test_statistics_of_values_far_apart_are_those_of_numpy():
+    x = np.array([[3e38, 1e8], [-3e38, 1], [1e38, 2], [0, 3]], np.float32)
+    mean, variance = moments(FeatureRows.of(x))
+    np.testing.assert_allclose(mean, x.mean(0, dtype=np.float64), rtol=1e-12)
+    np.testing.assert_allclose(variance, x.var(0, dtype=np.float64), rtol=1e-12)
 
 
 def test_statistics_are_those_of_the_rows_they_are_taken_of():
