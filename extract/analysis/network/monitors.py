@@ -138,7 +138,7 @@ class _Monitor:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-        self._monitored.__exit__(*failure)
+        self._monitored.__exit__(*(failure or (None, None, None)))
 
     def _on_forward(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook of the model: end the last monitored step, and start the next if it is due."""

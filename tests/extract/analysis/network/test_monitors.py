@@ -233,6 +233,11 @@ def test_hooks_are_gone_afterwards_also_after_an_error() -> None:
     with pytest.raises(RuntimeError), GradientMonitor(model, every=1):
         model(torch.randn(2, 3, 8, 8))
         model(torch.randn(2, 5, 8, 8))
+    monitor = GradientMonitor(model, every=1)
+    monitor.__enter__()
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    monitor.__exit__()  # as callbacks of trainers do
+    assert len(monitor.rows) > 0
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert not any(p._backward_hooks for p in model.parameters())
 
