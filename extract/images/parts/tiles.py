@@ -148,7 +148,9 @@ def _not_zero(path: str, asked: Any) -> NDArray[np.bool_]:
         if getattr(image, "tag_v2", {}).get(ExifTags.Base.PhotometricInterpretation) == 0:
             raise ValueError("its 0 is white (WhiteIsZero), which programs read as 0 or as 255; expected PNG")
         check_whole(data, image)
-        values = np.asarray(ImageOps.exif_transpose(image) if asked.orientation == "exif" else image)
+        if asked.orientation == "exif":
+            ImageOps.exif_transpose(image, in_place=True)
+        values = np.asarray(image)
         bands = len(image.getbands()) - (image.mode in _WITH_ALPHA)
     return np.asarray((values.reshape(*values.shape[:2], -1)[:, :, :bands] != 0).any(2), np.bool_)
 
