@@ -186,18 +186,19 @@ def knn(train: Labelled, val: Labelled | None, settings: Settings) -> Fitted:
     ks = [k for k in _KS if k <= len(fit)] or [len(fit)]
     n_classes, resources = len(settings.classes), (settings.device, settings.memory_bytes)
 
-    def shares(bank: Labelled, queries: FeatureRows, ks: Sequence[int]) -> list[NDArray[np.float32]]:
-        scaling = Scaling.of(settings.scaling, bank.rows)
-        rows = bank.rows.scaled(scaling)
-        return neighbour_shares(rows, bank.targets, n_classes, queries.scaled(scaling), ks, *resources)
+    def shares_of(bank: Labelled) -> Callable[[FeatureRows, Sequence[int]], list[NDArray[np.float32]]]:
+        scaling = Scaling.of(settings.scaling, bank.rows)  # once: rows are scored in many calls
+        rows, targets = bank.rows.scaled(scaling), bank.targets
+        return lambda queries, ks: neighbour_shares(rows, targets, n_classes, queries.scaled(scaling), ks, *resources)
 
-    votes = zip(ks, shares(fit, validation.rows, ks), strict=True)
+    votes = zip(ks, shares_of(fit)(validation.rows, ks), strict=True)
     curve = [(float(k), primary(scores, validation.targets, settings.task)) for k, scores in votes]
     k = ks[int(np.argmax([value for _, value in curve]))]
     neighbours, notes = fit + validation, _note_on_few_rows(validation)
+    shares = shares_of(neighbours)
 
     def of_rows(rows: FeatureRows) -> NDArray[np.float32]:
-        return shares(neighbours, rows, [k])[0]  # not of a model with probabilities: most are exactly 0
+        return shares(rows, [k])[0]  # not of a model with probabilities: most are exactly 0
 
     return Fitted(of_rows, len(neighbours), "k", k, curve, len(validation), chosen_on, threshold=0.5, notes=notes)
 
