@@ -149,6 +149,7 @@ def test_all_that_was_found_is_written_and_said(made, responses, tmp_path):
     assert float(tables["scores.csv"][0]["unique_first"]) > 0.5
     results, notes = probes(made / "nowhere", [folder])  # of a report
     assert not notes
+    assert results[folder]["name"] == f"{folder}, {table}"
     assert [layer["layer"] for layer in results[folder]["layers"]] == ["a", "b", "a + b"]
     for name in ("layers.png", "partition.png"):
         with Image.open(folder / name) as picture:

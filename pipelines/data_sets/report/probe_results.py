@@ -37,9 +37,9 @@ class Prediction(NamedTuple):
 def probes(out: Path, others: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]], list[str]]:
     """Return folder -> results of `layertap probe`, of OUT/probe/* and `others`, and notes on unreadable files.
 
-    A result has `name`, `protocol`, `metrics` (their names), `complete`, and `layers`: data set, fingerprint, task,
-    layer, width, rows, chosen value, metric -> [value, low, high]; with at most 200 classes also `classes` and
-    `confusion`, whose rows are the true classes.
+    A result has `name` (its folder, and the file of targets or dissimilarities), `protocol`, `metrics` (their names),
+    `complete`, and `layers`: data set, fingerprint, task, layer, width, rows, chosen value, metric -> [value, low,
+    high]; with at most 200 classes also `classes` and `confusion`, whose rows are the true classes.
     """
     files = sorted((out / "probe").glob("*/results.json"))
     files += [path / "results.json" if path.is_dir() else path for path in others]
@@ -49,14 +49,17 @@ def probes(out: Path, others: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]
         try:
             content = read_json(file)
             layers = [_probed(probe, content["data_sets"]) for probe in content["probes"]]
-            protocol = str(content["configuration"]["protocol"])
+            asked = content["configuration"]
+            protocol = str(asked["protocol"])
+            files_of = [str(asked[key]) for key in ("targets", "rdm", "triplets") if asked.get(key)]
+            name = printable(", ".join([str(file.parent), *files_of]))
         except (LayertapError, OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             notes.append(printable(f"{file} cannot be read as results of a probe: {type(error).__name__}: {error}"))
             continue
         if layers:
             metrics = list(dict.fromkeys(name for layer in layers for name in layer["metrics"]))
             results[file.parent] = {
-                "name": printable(str(file.parent)), "protocol": printable(protocol), "metrics": metrics,
+                "name": name, "protocol": printable(protocol), "metrics": metrics,
                 "complete": bool(content.get("complete", True)), "layers": layers,
             }  # fmt: skip
     if len(files) > _PROBES:
