@@ -174,7 +174,7 @@ def test_memory_stays_below_the_limit_that_was_given(reader: FeatureReader, laye
             pass
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < 1.1 * least + 100_000  # objects of Python
+        assert peak < 1.1 * least + 200_000  # objects of Python; of compressed tokens, up to 160,000 bytes
 
 
 def test_too_little_memory_for_the_workers_is_reported_in_the_numbers_of_the_caller(
