@@ -37,7 +37,7 @@ from extract.images.image_list import SPLITS, Column, Images, chosen_columns, la
 from extract.images.sources import ImageSource
 from extract.row_status import Status
 from extract.store.format.dataset import BUILDING, DataSet, ShardFiles, shard_rows_for
-from extract.store.format.layout import StoredFeature
+from extract.store.format.layout import StoredFeature, encoded_texts
 from extract.store.format.shard import COMPRESSIONS
 from extract.store.format.untrusted import need_libraries
 from extract.store.format.value_types import STORED_TYPES
@@ -294,7 +294,7 @@ class FeatureWriter:
     def _sources(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Return what is stored of the image files of rows: there are none, and the hash is that of the id."""
         none = np.full(len(rows), -1, np.int64)
-        ids = "\0".join(self._images.paths[row] for row in rows.tolist()).encode(errors="surrogateescape").split(b"\0")
+        ids = encoded_texts([self._images.paths[row] for row in rows.tolist()])
         hashes = b"".join(map(xxhash.xxh3_128_digest, ids))
         of_ids = np.frombuffer(hashes, np.uint8).reshape(-1, 16)
         return {"source_size": none, "source_mtime_ns": none, "source_hash": of_ids}

@@ -89,6 +89,7 @@ __all__ = [
     "StoredFeature",
     "chunk_rows",
     "create_shard",
+    "encoded_texts",
     "feature_types",
     "kept_as",
     "new_shard_file",
@@ -290,7 +291,7 @@ def new_shard_file(
         )
     n_rows = identity.n_rows
     texts, numbers = _columns_of(names)
-    widths = {name: max(map(len, _encoded(text)), default=1) or 1 for name, text in texts.items()}
+    widths = {name: max(map(len, encoded_texts(text)), default=1) or 1 for name, text in texts.items()}
     text_bytes = sum(widths[name] * len(text) for name, text in texts.items())
     if text_bytes > _FIXED_BYTES:  # every path takes the space of the longest
         raise InputError(
@@ -364,11 +365,11 @@ def _columns_of(names: RowNames) -> tuple[dict[str, Sequence[str]], dict[str, ND
 
 def _write_text(data: h5py.Dataset, text: Sequence[str]) -> None:
     for start in range(0, len(text), _TEXTS_AT_ONCE):
-        encoded = _encoded(text[start : start + _TEXTS_AT_ONCE])
+        encoded = encoded_texts(text[start : start + _TEXTS_AT_ONCE])
         data[start : start + len(encoded)] = np.array(encoded, data.dtype)
 
 
-def _encoded(texts: Sequence[str]) -> list[bytes]:
+def encoded_texts(texts: Sequence[str]) -> list[bytes]:
     """Return the bytes of texts, as `os.fsencode`; all at once, which takes a tenth of the time."""
     encoded = os.fsencode("\0".join(texts)).split(b"\0")
     return encoded if len(encoded) == len(texts) else list(map(os.fsencode, texts))

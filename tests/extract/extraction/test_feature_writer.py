@@ -211,6 +211,18 @@ def test_an_interrupted_loop_is_resumed_where_it_ended(tmp_path: Path) -> None:
     assert_whole(out)
 
 
+def test_a_loop_that_gives_all_batches_again_stores_the_missing_ones(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt), opened(out) as writer:
+        first = next(batches())
+        writer.write(first.ids, first.values)
+        raise KeyboardInterrupt
+    with opened(out) as writer:
+        for batch in batches():  # not by `todo`: of the first, all rows are stored, and its shard is unfinished
+            writer.write(batch.ids, batch.values)
+    assert_whole(out)
+
+
 def test_a_batch_of_stored_and_missing_rows_keeps_the_stored_ones(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(LayertapError, match="40 of 50 ids have no row"), opened(out) as writer:
